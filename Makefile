@@ -51,7 +51,7 @@ lint: ## check format, lint, types and layers only
 
 upgrade: ## pin the newest versions of all requirements in constraints.txt
 	@scripts/bootstrap.sh dev
-	$(python) scripts/upgrade.py
+	$(python) scripts/update_constraints.py
 
 clean: ## remove the virtual environment and the caches of the tools
 	@if [ -e "$(VENV)" ] && [ ! -f "$(VENV)/elastic-operator.json" ]; then \

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from testbed import installation
+from testbed import control_plane_config
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from testbed.installation import Site
+    from testbed.control_plane_config import ControlPlaneConfig
 
 DEFAULT_TIMEOUT = 180.0
 """The default time limit of a command in seconds."""
@@ -44,25 +44,25 @@ class Cluster(abc.ABC):
     """A cluster in which tests have all permissions.
 
     Attributes:
-        site: the addresses and files of its control plane.
+        control_plane: the addresses and files of its control plane.
     """
 
-    site: Site
+    control_plane: ControlPlaneConfig
 
     @property
     def server(self) -> str:
         """The API server's URL."""
-        return self.site.server
+        return self.control_plane.server
 
     @property
     def kubeconfig(self) -> Path:
         """The kubeconfig of an administrator, which all commands use."""
-        return self.site.kubeconfig
+        return self.control_plane.kubeconfig
 
     @property
     def environ(self) -> dict[str, str]:
         """The environment for kubectl, helm and elasticjob, without the user's files."""
-        return installation.environment(self.site, programs=("kubectl", "helm"))
+        return control_plane_config.environment(self.control_plane, programs=("kubectl", "helm"))
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -159,6 +159,8 @@ class Cluster(abc.ABC):
         with tempfile.NamedTemporaryFile(
             "w", dir=self.kubeconfig.parent, prefix=f"{service_account}-", suffix=".kubeconfig", delete=False
         ) as file:
-            token, authority = made.stdout.strip(), self.site.authority
-            file.write(installation.kubeconfig(self.server, token=token, namespace=namespace, authority=authority))
+            token, authority = made.stdout.strip(), self.control_plane.authority
+            file.write(
+                control_plane_config.kubeconfig(self.server, token=token, namespace=namespace, authority=authority)
+            )
         return Path(file.name)

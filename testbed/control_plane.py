@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Self
 
 from elastic_operator.local.processes import free_ports
 from testbed.cluster import Cluster
-from testbed.daemons import Daemon, DaemonDied, kill_all, probing, until_ready
-from testbed.installation import (
-    Site,
+from testbed.control_plane_config import (
+    ControlPlaneConfig,
     api_server_command,
     controller_manager_command,
     etcd_command,
     scheduler_command,
     write_credentials,
 )
+from testbed.daemons import Daemon, DaemonDied, kill_all, probing, until_ready
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ class ControlPlane(Cluster):
     @property
     def etcd_endpoint(self) -> str:
         """The client address of its etcd, host:port; also an external etcd for jobs."""
-        return f"127.0.0.1:{self.site.etcd_port}"
+        return f"127.0.0.1:{self.control_plane.etcd_port}"
 
     def check(self) -> None:
         """Check that all its parts run.
@@ -82,23 +82,23 @@ class ControlPlane(Cluster):
 
     async def _start(self) -> None:
         port, etcd_port, peer_port = free_ports(3)
-        site = self.site = Site(
+        config = self.control_plane = ControlPlaneConfig(
             folder=self._folder, port=port, etcd_port=etcd_port, peer_port=peer_port, token=secrets.token_hex(16)
         )
-        write_credentials(site)
+        write_credentials(config)
         commands = (etcd_command, api_server_command, scheduler_command, controller_manager_command)
-        self.daemons = {daemon.name: daemon for daemon in (self._daemon(command(site)) for command in commands)}
+        self.daemons = {daemon.name: daemon for daemon in (self._daemon(command(config)) for command in commands)}
         etcd, api_server, scheduler, controller_manager = self.daemons.values()
         try:
-            async with probing(site.authority, site.token) as get:
+            async with probing(config.authority, config.token) as get:
                 etcd.start()
                 await until_ready(partial(get, f"http://{self.etcd_endpoint}/readyz"), etcd)
                 api_server.start()
-                await until_ready(partial(get, f"{site.server}/readyz"), etcd, api_server)
+                await until_ready(partial(get, f"{config.server}/readyz"), etcd, api_server)
                 scheduler.start()
                 controller_manager.start()
                 # Pods are forbidden in a namespace without this service account.
-                account = f"{site.server}/api/v1/namespaces/default/serviceaccounts/default"
+                account = f"{config.server}/api/v1/namespaces/default/serviceaccounts/default"
                 await until_ready(partial(get, account), *self.daemons.values())
         except BaseException:
             self._end()

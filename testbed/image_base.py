@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from testbed import image_room, packages
+from testbed import build_sandbox, packages
 from testbed.cache import cache_folder, locked
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def _make(path: Path) -> None:
             "SUITE": SUITE,
             "ROOT": f"{scratch}/root",
             "LAYER": str(layer),
-            "MIRROR": image_room.mirror(SUITE),
+            "MIRROR": build_sandbox.mirror(SUITE),
             "KEYRING": str(packages.unpacked("build") / "usr/share/keyrings/debian-archive-keyring.gpg"),
             "LEFT_OUT": " ".join(_LEFT_OUT),
             "DPKG": _DPKG,
-            **image_room.proxies(),
+            **build_sandbox.proxies(),
         }
-        image_room.run(_SCRIPT, makes=f"the image {NAME}", limit=_LIMIT, env=environment)
+        build_sandbox.run(_SCRIPT, makes=f"the image {NAME}", limit=_LIMIT, env=environment)
         write_image(path, name=NAME, layer=layer, config=_CONFIG)
 
 

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from testbed import cuda_stubs, image_base, image_room
+from testbed import build_sandbox, cuda_stubs, image_base
 
 ROOT: Final = Path(__file__).parents[1]
 """The project's folder, which is the build context."""
@@ -66,8 +66,8 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
         wheels = Path(settings, "home/wheels")
         wheels.mkdir()
         cuda_stubs.write_packages(ROOT / "constraints.txt", wheels)
-        image_room.write_home(Path(settings, "home"))
-        image_room.write_apt(Path(settings, "apt"), suite=image_base.SUITE)
+        build_sandbox.write_home(Path(settings, "home"))
+        build_sandbox.write_apt(Path(settings, "apt"), suite=image_base.SUITE)
         environment = {
             "STORAGE": str(storage),
             "BASE": str(image_base.archive()),
@@ -78,9 +78,9 @@ def build(dockerfile: Path, *, image: str, folder: Path, archive: Path) -> None:
             "SETTINGS": settings,
             "STAGES": " ".join(re.findall(r"^FROM .* AS (\S+)$", dockerfile.read_text(), re.MULTILINE)),
             "ARCHIVE": str(archive),
-            **image_room.proxies(),
+            **build_sandbox.proxies(),
         }
-        image_room.run(_BUILD, makes=f"the image {image}", limit=_LIMIT, env=environment)
+        build_sandbox.run(_BUILD, makes=f"the image {image}", limit=_LIMIT, env=environment)
 
 
 def identity(dockerfile: Path) -> str:

@@ -23,14 +23,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from testbed import images, installation, node_cgroups, node_config, packages
+from testbed import control_plane_config, images, node_cgroups, node_config, packages
 from testbed.binaries import binary
 from testbed.cache import Missing, cache_folder
 from testbed.cluster import DEFAULT_TIMEOUT, Cluster
+from testbed.control_plane_config import ControlPlaneConfig
 from testbed.images import Kept, full_name, listed
-from testbed.installation import Site
-from testbed.node_config import Bed
-from testbed.node_enter import command_prefix
+from testbed.node_config import NodeConfig
+from testbed.node_exec import command_prefix
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -67,7 +67,7 @@ class Node(Cluster):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
-        self.site = Site(
+        self.control_plane = ControlPlaneConfig(
             folder=self.folder,
             address=node_config.ADDRESS,
             port=node_config.API_PORT,
@@ -76,8 +76,8 @@ class Node(Cluster):
             services=node_config.SERVICES,
             token=secrets.token_hex(16),
         )
-        self._bed: Bed | None = None
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._node_config: NodeConfig | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
         self._pid = 0
         self._place = Path()
 
@@ -102,7 +102,7 @@ class Node(Cluster):
         return self._pid
 
     @property
-    def keeper_pid(self) -> int:
+    def supervisor_pid(self) -> int:
         """The id of the process that removes the node."""
         return self._running().pid
 
@@ -202,26 +202,26 @@ class Node(Cluster):
         """Start the node, and wait until it is ready."""
         tools = packages.unpacked("node")
         programs = {name: binary(name) for name in ("kubelet", "kube-proxy", "coredns")}
-        installation.write_credentials(self.site)
-        for name, text in node_config.files(self.site, tools, images.IMAGES["pause"]).items():
+        control_plane_config.write_credentials(self.control_plane)
+        for name, text in node_config.files(self.control_plane, tools, images.IMAGES["pause"]).items():
             file = self.folder / "config" / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         cache = cache_folder().resolve()
-        self._bed = Bed(
+        self._node_config = NodeConfig(
             folder=str(self.folder),
             cache=str(cache),
             shown=sorted({str(path) for path in (cache, self.folder, _ROOT, Path(tempfile.gettempdir()).resolve())}),
             tools=str(tools),
-            commands=node_config.commands(self.site, programs, tools),
-            server=self.site.server,
-            token=self.site.token,
-            authority=str(self.site.authority),
+            commands=node_config.commands(self.control_plane, programs, tools),
+            server=self.control_plane.server,
+            token=self.control_plane.token,
+            authority=str(self.control_plane.authority),
         )
-        (self.folder / "bed.json").write_text(self._bed.written())
-        with (self.folder / "keeper.log").open("wb") as log:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "testbed.node_keeper", str(self.folder)],
+        (self.folder / "node.json").write_text(self._node_config.written())
+        with (self.folder / "supervisor.log").open("wb") as log:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-m", "testbed.node_supervisor", str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -242,33 +242,33 @@ class Node(Cluster):
         line = stdout.readline()
         said: dict[str, Any] = json.loads(line) if line else {}
         if said.get("event") != event:
-            raise NodeFailed(f"the node has failed: {said.get('words') or self._keepers_words()}\nLogs: {self.folder}")
+            raise NodeFailed(f"the node has failed: {said.get('words') or self._supervisor_log()}\nLogs: {self.folder}")
         return said
 
     def _end(self) -> str:
-        """Have the keeper remove the node, and return what it could not remove."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is None:
+        """Have the supervisor remove the node, and return what it could not remove."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
             return ""
-        with keeper:
-            assert keeper.stdin is not None
-            keeper.stdin.close()
-            code = keeper.wait(_END_LIMIT)
+        with supervisor:
+            assert supervisor.stdin is not None
+            supervisor.stdin.close()
+            code = supervisor.wait(_END_LIMIT)
         shutil.rmtree(self.folder / "etcd-data", ignore_errors=True)  # it is preallocated and large
-        return self._keepers_words() if code else ""
+        return self._supervisor_log() if code else ""
 
-    def _keepers_words(self) -> str:
-        return (self.folder / "keeper.log").read_text()[-_TAIL:] or "its keeper was killed"
+    def _supervisor_log(self) -> str:
+        return (self.folder / "supervisor.log").read_text()[-_TAIL:] or "its supervisor was killed"
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._keeper is None:
+        if self._supervisor is None:
             raise RuntimeError("this node does not run")
-        return self._keeper
+        return self._supervisor
 
     async def _containerd(self, *arguments: str, limit: float = DEFAULT_TIMEOUT) -> str:
-        assert self._bed is not None
+        assert self._node_config is not None
         control = ("ctr", "--namespace=k8s.io", *arguments)
-        return (await self.run(*control, env=self._bed.environ, timeout=limit)).stdout
+        return (await self.run(*control, env=self._node_config.environ, timeout=limit)).stdout
 
 
 def _can_run(name: str, there: Mapping[str, str]) -> bool:

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from testbed import installation, packages
+from testbed import control_plane_config, packages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from testbed.installation import Site
+    from testbed.control_plane_config import ControlPlaneConfig
 
 NAME: Final = "node1"
 ADDRESS: Final = "10.88.255.1"
@@ -58,7 +58,7 @@ KERNEL_VALUES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bed:
+class NodeConfig:
     """The settings of the processes that create and run a node.
 
     Attributes:
@@ -86,7 +86,7 @@ class Bed:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str) -> Bed:
+    def read(cls, text: str) -> NodeConfig:
         """Return the settings from the text of :meth:`written`."""
         return cls(**json.loads(text))
 
@@ -102,31 +102,31 @@ class Bed:
         }
 
 
-def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str, list[str]]:
+def commands(control_plane: ControlPlaneConfig, programs: Mapping[str, Path], tools: Path) -> dict[str, list[str]]:
     """Return the command lines of all parts, by name.
 
     Args:
-        site: the files and addresses of the control plane.
+        control_plane: the files and addresses of the control plane.
         programs: the paths of kubelet, kube-proxy and coredns.
         tools: the root of the unpacked packages.
     """
-    config = site.folder / "config"
+    config = control_plane.folder / "config"
     return {
-        "etcd": installation.etcd_command(site),
+        "etcd": control_plane_config.etcd_command(control_plane),
         "kube-apiserver": [
-            *installation.api_server_command(site),
+            *control_plane_config.api_server_command(control_plane),
             "--kubelet-preferred-address-types=InternalIP",
         ],
         "kube-controller-manager": [
-            *installation.controller_manager_command(site),
+            *control_plane_config.controller_manager_command(control_plane),
             "--node-monitor-grace-period=25s",  # half of the default: tests wait until a silent node is noticed
         ],
-        "kube-scheduler": installation.scheduler_command(site),
+        "kube-scheduler": control_plane_config.scheduler_command(control_plane),
         "containerd": [str(tools / "usr/bin/containerd"), f"--config={config / 'containerd.toml'}"],
         "kubelet": [
             str(programs["kubelet"]),
             f"--config={config / 'kubelet.json'}",
-            f"--kubeconfig={site.kubeconfig}",
+            f"--kubeconfig={control_plane.kubeconfig}",
             f"--root-dir={KUBELET}",
             f"--cert-dir={KUBELET / 'pki'}",
             f"--node-ip={ADDRESS}",
@@ -137,27 +137,27 @@ def commands(site: Site, programs: Mapping[str, Path], tools: Path) -> dict[str,
     }
 
 
-def files(site: Site, tools: Path, pause_image: str) -> dict[str, str]:
+def files(control_plane: ControlPlaneConfig, tools: Path, pause_image: str) -> dict[str, str]:
     """Return the files that the parts read, by their path below the folder ``config``.
 
     Args:
-        site: the files and addresses of the control plane.
+        control_plane: the files and addresses of the control plane.
         tools: the root of the unpacked packages.
         pause_image: the name of the pause image, which keeps a pod's namespaces.
     """
-    containerd = _containerd(site, tools, pause_image)
+    containerd = _containerd(control_plane, tools, pause_image)
     return {
-        "kubelet.json": json.dumps(_kubelet(site)),
-        "proxy.json": json.dumps(_proxy(site)),
+        "kubelet.json": json.dumps(_kubelet(control_plane)),
+        "proxy.json": json.dumps(_proxy(control_plane)),
         "cni/node.conflist": json.dumps(_CNI),
         "containerd.toml": containerd,
         # The containers of an earlier run must not restart while they are removed.
         "containerd-without-pods.toml": f'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n{containerd}',
-        "Corefile": _corefile(site),
+        "Corefile": _corefile(control_plane),
     }
 
 
-def _kubelet(site: Site) -> Mapping[str, Any]:
+def _kubelet(control_plane: ControlPlaneConfig) -> Mapping[str, Any]:
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -169,7 +169,7 @@ def _kubelet(site: Site) -> Mapping[str, Any]:
         "clusterDNS": [ADDRESS],
         "clusterDomain": DOMAIN,
         "resolvConf": "",
-        "podLogsDir": str(site.folder / "pods"),
+        "podLogsDir": str(control_plane.folder / "pods"),
         "volumePluginDir": str(INSIDE / "volume-plugins"),
         # The machine may have swap or cgroup v1, and may not permit changes of kernel limits.
         "cgroupDriver": "cgroupfs",
@@ -185,13 +185,13 @@ def _kubelet(site: Site) -> Mapping[str, Any]:
     }
 
 
-def _proxy(site: Site) -> Mapping[str, Any]:
+def _proxy(control_plane: ControlPlaneConfig) -> Mapping[str, Any]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "mode": "iptables",
         "bindAddress": ADDRESS,
-        "clientConnection": {"kubeconfig": str(site.kubeconfig)},
+        "clientConnection": {"kubeconfig": str(control_plane.kubeconfig)},
         "clusterCIDR": PODS,
         "conntrack": {"maxPerCore": 0},  # do not change the limit, which is machine-wide
         "healthzBindAddress": f"127.0.0.1:{PROXY_HEALTH}",
@@ -218,7 +218,7 @@ _CNI: Final[Mapping[str, Any]] = {
 }
 
 
-def _containerd(site: Site, tools: Path, pause_image: str) -> str:
+def _containerd(control_plane: ControlPlaneConfig, tools: Path, pause_image: str) -> str:
     return f"""\
 version = 2
 root = "{CONTAINERD}"
@@ -234,7 +234,7 @@ oom_score = 0
   disable_apparmor = true
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "{tools}/usr/lib/cni"
-    conf_dir = "{site.folder}/config/cni"
+    conf_dir = "{control_plane.folder}/config/cni"
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "overlayfs"
     default_runtime_name = "runc"
@@ -245,7 +245,7 @@ oom_score = 0
 """
 
 
-def _corefile(site: Site) -> str:
+def _corefile(control_plane: ControlPlaneConfig) -> str:
     # There are two blocks, because in one block the answer for all other names precedes that for services.
     return f"""\
 {DOMAIN}:53 in-addr.arpa:53 {{
@@ -253,7 +253,7 @@ def _corefile(site: Site) -> str:
   errors
   ready 127.0.0.1:{DNS_READY}
   kubernetes {DOMAIN} in-addr.arpa {{
-    kubeconfig {site.kubeconfig}
+    kubeconfig {control_plane.kubeconfig}
   }}
 }}
 .:53 {{

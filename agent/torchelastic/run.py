@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchelastic.config.settings import AgentSettings
     from torchelastic.launcher.api import LaunchConfig
     from torchelastic.metrics.agent import AgentMetrics
-    from torchelastic.metrics.worker_collector import WorkerMetrics
+    from torchelastic.metrics.worker_collector import WorkerCollector
 
 CHECK_FLAG = "--check"
 
@@ -194,13 +194,13 @@ def _open_standard_streams() -> None:
 
 async def _run(settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
     async with AsyncExitStack() as stack:
-        ending = await _take_part(stack, settings, owns_process=owns_process)
+        ending = await _participate(stack, settings, owns_process=owns_process)
         # Write it before the stack is closed: closing may wait for a slow reader of the workers' output.
         _write_termination_message(settings.termination_log, ending.message)
     return ending
 
 
-async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
+async def _participate(stack: AsyncExitStack, settings: AgentSettings, *, owns_process: bool) -> ExitStatus:
     from torchelastic.agent.workers.pool import Workers
 
     service = None
@@ -238,7 +238,7 @@ async def _take_part(stack: AsyncExitStack, settings: AgentSettings, *, owns_pro
 
 
 async def _serve_metrics(
-    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, workers: Workers, measured: WorkerMetrics
+    stack: AsyncExitStack, metrics: AgentMetrics, settings: AgentSettings, workers: Workers, measured: WorkerCollector
 ) -> int:
     """Serve /metrics until the stack is closed; return the port."""
     from prometheus_client import ProcessCollector

@@ -82,8 +82,8 @@ class PodWatch:
         self.pods: dict[str, dict[str, SeenPod]] = {}
 
     async def __aenter__(self) -> Self:
-        verified = ssl.create_default_context(cafile=self._cluster.site.authority)
-        headers = {"Authorization": f"Bearer {self._cluster.site.token}"}
+        verified = ssl.create_default_context(cafile=self._cluster.control_plane.authority)
+        headers = {"Authorization": f"Bearer {self._cluster.control_plane.token}"}
         connector = aiohttp.TCPConnector(ssl=verified)
         self._session = aiohttp.ClientSession(
             self._cluster.server, headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)

@@ -19,7 +19,7 @@ from torchelastic.protocol import codec, keys, records
 from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_endpoints
 from torchelastic.store.client import Backoff, RunLease, connect, follow
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -112,7 +112,7 @@ class StoreMirror:
                         await self._follow(store)
             except* (StoreError, SettingsError) as errors:
                 error = errors.exceptions[0]
-                _log.info("the store of the run %s: %s", self._run_id, error)
+                logger.info("the store of the run %s: %s", self._run_id, error)
                 # A condition must not show what a server answers, because the endpoint may be any server.
                 self._away(error.message if isinstance(error, StoreError) else str(error))
             finally:
@@ -209,5 +209,5 @@ def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
     try:
         return codec.decode(entry.value, kind)
     except MalformedRecord as error:
-        _log.warning("%s: %s", entry.key, error)
+        logger.warning("%s: %s", entry.key, error)
         return None

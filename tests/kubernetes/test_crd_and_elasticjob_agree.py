@@ -52,11 +52,11 @@ class ElasticJobs:
     """The jobs of a namespace, accessed over one connection, because the tests send thousands of requests."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
-        context = ssl.create_default_context(cafile=cluster.site.authority)
+        context = ssl.create_default_context(cafile=cluster.control_plane.authority)
         self._connection = http.client.HTTPSConnection(
             cluster.server.removeprefix("https://"), context=context, timeout=30
         )
-        self._headers = {"Authorization": f"Bearer {cluster.site.token}", "Content-Type": "application/json"}
+        self._headers = {"Authorization": f"Bearer {cluster.control_plane.token}", "Content-Type": "application/json"}
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/elasticjobs"
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from testbed import images, node_keeper, packages
+from testbed import images, node_supervisor, packages
 from testbed.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def main(folder, image, end):
     async with Node(folder) as node:
         await node.kubectl("run", "one", f"--image={image}", "--image-pull-policy=Never")
         await node.kubectl("wait", "pod/one", "--for=condition=Ready", "--timeout=60s")
-        print(json.dumps({"pid": node.pid, "keeper": node.keeper_pid}), flush=True)
+        print(json.dumps({"pid": node.pid, "supervisor": node.supervisor_pid}), flush=True)
         sys.stdin.readline()
         if end == "a killed part":
             await node.kubectl("get", "nodes")
@@ -167,21 +167,21 @@ async def test_a_node_leaves_nothing_behind_after(end: str, tmp_path: Path) -> N
     running = traces(tools)
     groups = set(re.findall(r"elastic-operator-node-\w+", str(added(before, running))))
     assert len(groups) == 1, "the running node is not visible in the traces"
-    keeper = os.pidfd_open(report["keeper"])
+    supervisor = os.pidfd_open(report["supervisor"])
 
     if end == "a killed part":
         parts = processes_that_name(str(tmp_path))
         (scheduler,) = [pid for pid, line in parts.items() if "/kube-scheduler " in line]
         os.kill(scheduler, signal.SIGKILL)
-        assert await asyncio.to_thread(ended, keeper)
+        assert await asyncio.to_thread(ended, supervisor)
     if end == "SIGKILL of all":
-        os.kill(report["keeper"], signal.SIGKILL)
+        os.kill(report["supervisor"], signal.SIGKILL)
     if end.startswith("SIGKILL"):
         user.kill()
     said = (await user.communicate(b"\n"))[1].decode()
-    assert await asyncio.to_thread(ended, keeper)
+    assert await asyncio.to_thread(ended, supervisor)
     if end == "SIGKILL of all":
-        node_keeper.sweep(cache_folder().resolve())  # as the next node does at its start
+        node_supervisor.sweep(cache_folder().resolve())  # as the next node does at its start
 
     assert ("Traceback" in said) == (end == "a killed part")
     assert ("NodeFailed: the node has failed: kube-scheduler ended by itself with -9" in said) == (

@@ -395,7 +395,7 @@ async def test_run_data_outlives_the_store_and_is_removed_with_the_job(
     async with etcd.connected() as store:
         (first,) = await ns.wait_for_pods(1)
         past = PastRound(number=1, began=created, nodes=1, cause="one node joined")
-        trained = TimeBreakdown(until=created, seconds={RunState.TRAINING: 0.0}, joined=1)
+        trained = TimeBreakdown(until=created, seconds={RunState.TRAINING: 0.0}, nodes_joined=1)
         await store.put(keys.time_breakdown, encode(trained))
         await store.put(keys.history, encode(HistoryRecord(created=created, rounds=(past,))))
         await ns.report_round(store, job, first)

@@ -396,7 +396,7 @@ async def test_a_resumed_job_continues_with_the_changed_spec(home: Path, tmp_pat
         split = report.time_breakdown
         assert split is not None
         assert split.seconds.keys() >= {RunState.TRAINING, RunState.STARTING, RunState.SUSPENDED}
-        assert split.joined == 4
+        assert split.nodes_joined == 4
         assert report.completed_at == split.until
         assert sum(split.seconds.values()) == pytest.approx(split.until - report.created, abs=0.01)
 

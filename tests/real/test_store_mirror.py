@@ -93,7 +93,7 @@ class Watched:
 
 async def test_history_and_time_breakdown_are_read_and_do_not_wake_the_operator(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys(run_id)
-    split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, joined=2)
+    split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, nodes_joined=2)
     history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
     watched = Watched(run_id)
     async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:

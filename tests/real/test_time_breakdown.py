@@ -256,7 +256,7 @@ async def test_a_resumed_run_shows_earlier_counts_while_it_waits_for_its_first_r
 ) -> None:
     run = Run(own_etcd, tmp_path)
     breakdown = TimeBreakdown(
-        until=run.created + 90, seconds={RunState.TRAINING: 90.0}, joined=2, departures={DepartureReason.LEFT: 2}
+        until=run.created + 90, seconds={RunState.TRAINING: 90.0}, nodes_joined=2, departures={DepartureReason.LEFT: 2}
     )
     async with run.node(
         "a", "2", resume=ResumeRecord(round=7, restarts=5, uncharged_restarts=2, time_breakdown=breakdown)

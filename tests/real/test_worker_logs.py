@@ -59,7 +59,7 @@ async def test_output_without_a_reader_is_dropped() -> None:
     console = Console()
     for _ in range(100):
         console.write(writing, b"x" * 100_000 + b"\n")
-    await asyncio.wait_for(console.close(patience=600, limit=600), 30)
+    await asyncio.wait_for(console.close(idle_timeout=600, timeout=600), 30)
     assert not console.full
     os.close(writing)
 
@@ -87,7 +87,7 @@ async def test_the_last_output_of_a_worker_is_forwarded_to_a_slow_reader() -> No
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
-    await console.close(patience=0.5, limit=60)  # less than the time to read everything
+    await console.close(idle_timeout=0.5, timeout=60)  # less than the time to read everything
     os.close(writing)
     reader.join()
     assert received.endswith(b"[rank 0] first words\n[rank 0] last words\n")

@@ -126,7 +126,7 @@ async def test_a_worker_reports_in_one_sentence_why_its_program_cannot_run(
     )
     end, printed = await run(program, tmp_path / "logs")
     assert end.exit_code == exit_code
-    assert message in end.explanation.message
+    assert message in end.cause.message
     if program.kind is not ProgramKind.COMMAND:
         assert printed == by_hand(hand_command(program), {}).stdout
 

@@ -1,4 +1,4 @@
-"""Workers start, meet, exit and are stopped; each exit is reported once, with an explanation."""
+"""Workers start, meet, exit and are stopped; each exit is reported once, with its cause."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_convolutional_network_trains_with_threads_and_data_loader_worke
         """
     )
     ends = [await next_exit(group), await next_exit(group)]
-    assert [(end.exit_code, end.explanation.message) for end in ends] == [(0, ""), (0, "")]
+    assert [(end.exit_code, end.cause.message) for end in ends] == [(0, ""), (0, "")]
     assert "trained 2" in runner.log(0)
 
 
@@ -90,7 +90,7 @@ async def test_the_reported_exit_is_the_programs_exit(
     runner: WorkerRunner, source: str, exit_code: int, message: str
 ) -> None:
     end = await runner.end_of(source)
-    assert (end.exit_code, end.explanation.message) == (exit_code, message)
+    assert (end.exit_code, end.cause.message) == (exit_code, message)
 
 
 async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain_interpreter(
@@ -105,7 +105,7 @@ async def test_an_exception_is_reported_with_its_place_and_printed_as_in_a_plain
         """
     )
     assert end.exit_code == 1
-    assert end.explanation == (FailureKind.PROGRAM, "ValueError: bad input (program.py:3)", False)
+    assert end.cause == (FailureKind.PROGRAM, "ValueError: bad input (program.py:3)", False)
     assert runner.log().startswith("Traceback (most recent call last):\n")
     assert runner.log().endswith("ValueError: bad input\n")
     assert "torchelastic" not in runner.log()
@@ -126,6 +126,6 @@ dist.all_reduce(total)
     await runner.text_of("met")
     os.kill(group.workers[1].child.pid, signal.SIGKILL)
     first, second = await next_exit(group), await next_exit(group)
-    assert (first.rank, first.explanation.kind) == (1, FailureKind.PROGRAM)
-    assert (second.rank, second.explanation.kind) == (0, FailureKind.COMMUNICATION)
-    assert "program.py:" in second.explanation.message
+    assert (first.rank, first.cause.kind) == (1, FailureKind.PROGRAM)
+    assert (second.rank, second.cause.kind) == (0, FailureKind.COMMUNICATION)
+    assert "program.py:" in second.cause.message

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from torchelastic.metrics.series import Series
+    from torchelastic.metrics.series import MetricFamily
 
-    Row = tuple[Series, dict[str, str], Sequence[float]]
+    Row = tuple[MetricFamily, dict[str, str], Sequence[float]]
     """A series, its labels and its values."""
 
 LEADS: Final = {"waiting": 4.0, "rendezvous": 1.0, "starting": 5.0, "training": 90.0}
@@ -73,6 +73,6 @@ def agent_page(
     return generate_latest(cast("CollectorRegistry", SimpleNamespace(collect=lambda: families))).decode()
 
 
-def _words(family: Series, values: tuple[float, int]) -> list[float]:
+def _words(family: MetricFamily, values: tuple[float, int]) -> list[float]:
     total, count = values
     return [*[0.0] * len(family.type.buckets), count, total]

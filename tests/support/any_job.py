@@ -201,7 +201,7 @@ STATUSES = st.builds(
         until=st.integers(0, 4 * 10**12).map(_thousandth),
         seconds=st.dictionaries(st.sampled_from(RunState), st.integers(0, 10**9).map(_thousandth)),
         lost=st.none() | st.integers(0, 10**9).map(_thousandth),
-        joined=_COUNTS,
+        nodes_joined=_COUNTS,
         departures=st.dictionaries(st.sampled_from(DepartureReason), _COUNTS),
     ),
     applied_spec=st.none() | st.just(ElasticJobSpec.of({"minReplicas": 1, **FULL}).applied),

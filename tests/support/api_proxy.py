@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 import aiohttp
 from aiohttp import web
 
-from testbed.installation import kubeconfig
+from testbed.control_plane_config import kubeconfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from elastic_operator.kubernetes.client import CONFIG_MAPS, DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, SERVICES
-from testbed.installation import kubeconfig
+from testbed.control_plane_config import kubeconfig
 from tests.support.object_server import NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:

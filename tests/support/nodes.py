@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.protocol.records import NodeRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class TestNode:
                 elif isinstance(event, NoticeRecord):
                     self.notices.append(event)
                     if self.answers:
-                        self.inner.report(event.round, answered_notice=event.serial)
+                        self.inner.report(event.round, answered_notice=event.number)
                 elif isinstance(event, OutcomeRecord):
                     self.outcome = event
                 elif isinstance(event, Partitioned):

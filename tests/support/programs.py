@@ -42,7 +42,7 @@ async def run(program: Program, folder: Path, env: Mapping[str, str] | None = No
 async def output_of(program: Program, folder: Path, env: Mapping[str, str] | None = None) -> str:
     """Run one worker, which must succeed, and return its output."""
     end, printed = await run(program, folder, env)
-    assert (end.exit_code, end.explanation.message) == (0, ""), printed
+    assert (end.exit_code, end.cause.message) == (0, ""), printed
     return printed
 
 

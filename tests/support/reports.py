@@ -59,7 +59,7 @@ def report(**changes: Any) -> Report:
             RunState.STOPPING: 1.0,
         },
         lost=6.0,
-        joined=4,
+        nodes_joined=4,
         departures={DepartureReason.DIED: 1},
     )
     whole = {
@@ -98,5 +98,5 @@ def long(rounds: int = 200, omitted: int = 1800) -> Report:
         past.append(PastRound(number, began, 2 + position % 5, 8 * (2 + position % 5), reason, cause, failure, 12.0))
     history = HistoryRecord(created=START, rounds=tuple(past))
     seconds = {RunState.TRAINING: 80_000.0, RunState.STARTING: 5000.0, RunState.WAITING: 1400.0}
-    split = TimeBreakdown(until=START + 86_400, seconds=seconds, joined=9)
+    split = TimeBreakdown(until=START + 86_400, seconds=seconds, nodes_joined=9)
     return report(history=history, time_breakdown=split, completed_at=START + 86_400)

@@ -68,7 +68,7 @@ class StoreBehavior:
         entry = await store.get(prefix + "a")
         assert entry is not None
         assert (entry.key, entry.value) == (prefix + "a", b"two")
-        assert (entry.created, entry.modified) == (first, second)
+        assert (entry.create_revision, entry.mod_revision) == (first, second)
         assert second > first
         for _ in range(2):
             await store.delete(prefix + "a")
@@ -104,7 +104,7 @@ class StoreBehavior:
             assert await store.compare_and_swap(key, value, expected=first) is None
         entry = await store.get(key)
         assert entry is not None
-        assert (entry.value, entry.created, entry.modified) == (b"two", first, second)
+        assert (entry.value, entry.create_revision, entry.mod_revision) == (b"two", first, second)
         deleted = await store.compare_and_swap(key, None, expected=second)
         assert deleted is not None
         assert deleted > second
@@ -241,16 +241,16 @@ class StoreBehavior:
             for lease in (own, shared):
                 await store.put(f"{prefix}{lease}", b"before", lease=lease)
             seen_by_other = {change.key: change.revision for change in await read_changes(watch, 2)}
-            listed = {entry.key: entry.modified for entry in (await store.list(prefix)).entries}
+            listed = {entry.key: entry.mod_revision for entry in (await store.list(prefix)).entries}
             for _ in range(3):
                 await store.keep_alive(own)
                 await other.grant(60, lease=shared)
             for client in (store, other):
-                assert {entry.key: entry.modified for entry in (await client.list(prefix)).entries} == listed
+                assert {entry.key: entry.mod_revision for entry in (await client.list(prefix)).entries} == listed
                 for key, revision in listed.items():
                     entry = await client.get(key)
                     assert entry is not None
-                    assert entry.modified == revision
+                    assert entry.mod_revision == revision
             # A client that knows a key's last write, from a watch or a listing, can still swap the key.
             for key, revision in seen_by_other.items():
                 assert await other.compare_and_swap(key, b"after", expected=revision) is not None
@@ -300,7 +300,7 @@ class StoreBehavior:
         ]
         assert [changes[index].revision for index in (0, 1, 3)] == [one, two, three]
         assert changes[3].entry is not None
-        assert (changes[3].entry.created, changes[3].entry.modified) == (two, three)
+        assert (changes[3].entry.create_revision, changes[3].entry.mod_revision) == (two, three)
 
     async def test_a_follower_receives_every_change_from_concurrent_writers(
         self, store: Store, other: Store, prefix: str
@@ -320,8 +320,8 @@ class StoreBehavior:
                         changes = each.entries if isinstance(each, Listing) else [change.entry for change in each]
                         for entry in changes:
                             assert entry is not None
-                            assert isinstance(each, Listing) or last < entry.modified
-                            last = max(last, entry.modified)
+                            assert isinstance(each, Listing) or last < entry.mod_revision
+                            last = max(last, entry.mod_revision)
                             values[entry.key] = entry.value
                         if [*values.values()] == [b"49"] * 4:
                             break

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.etcd_host import EtcdHost
 from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_log, failure_of_worker
-from torchelastic.agent.signals import SignalledFirst, Signals
+from torchelastic.agent.signals import SignalReceived, Signals
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
 from torchelastic.protocol.output import STARTED
@@ -127,13 +127,13 @@ class Agent:
             metrics_port: port on which /metrics is served, for the operator; 0 for none.
         """
         began = time.monotonic()
-        status = await self._take_part(workers, metrics_port)
+        status = await self._participate(workers, metrics_port)
         if status.code not in LEFT_CODES:  # an agent that leaves has neither succeeded nor failed
             succeeded = status.code is ExitCode.SUCCEEDED
             self._metrics.took("SimpleElasticAgent.run", time.monotonic() - began, succeeded=succeeded)
         return status
 
-    async def _take_part(self, workers: Workers, metrics_port: int) -> ExitStatus:
+    async def _participate(self, workers: Workers, metrics_port: int) -> ExitStatus:
         async with AsyncExitStack() as stack:
             stack.enter_context(self._signals)
             try:
@@ -149,15 +149,15 @@ class Agent:
                     )
                 )
                 # The others see this node before it can start workers, but form no round with it until then.
-                await self._signals.unless_first(stack.enter_async_context(node))
-                workers.fork_server.expect(await self._signals.unless_first(read_imports(node.run)))
-                await self._signals.unless_first(workers.fork_server.ready())
+                await self._signals.run_until_first_signal(stack.enter_async_context(node))
+                workers.fork_server.expect(await self._signals.run_until_first_signal(read_imports(node.run)))
+                await self._signals.run_until_first_signal(workers.fork_server.ready())
                 self._metrics.rendezvous_began()
                 node.registration.update(starting=False)
             except (StoreError, NoFreePort, StartError, SettingsError) as error:
                 self._metrics.rendezvous_ended(succeeded=False)
                 return ExitStatus.of_error(error)
-            except SignalledFirst:
+            except SignalReceived:
                 return self._left(self._signals.number)
             stack.push_async_callback(self._stop_workers, 0.0)
             node.failed.add_done_callback(self._rendezvous_ended)
@@ -171,8 +171,8 @@ class Agent:
         settings = self._settings
         if settings.store is not None and settings.etcd_addresses:  # of this machine
             host = EtcdHost(settings.store, settings.etcd_addresses, settings.rendezvous.run_id, workers.start_daemon)
-            await self._signals.unless_first(stack.enter_async_context(host.serving()))
-        store = await self._signals.unless_first(self._connect())
+            await self._signals.run_until_first_signal(stack.enter_async_context(host.serving()))
+        store = await self._signals.run_until_first_signal(self._connect())
         stack.push_async_callback(store.close)
         node = RendezvousNode(
             store,
@@ -205,7 +205,7 @@ class Agent:
 
     def leave(self) -> None:
         """Leave the run, as on SIGTERM; after a second call, the agent does not wait for its workers."""
-        self._signals.take(signal.SIGTERM)
+        self._signals.handle(signal.SIGTERM)
 
     # -- events
 
@@ -255,8 +255,8 @@ class Agent:
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work, but cancel it when a signal asks this agent to leave; the signal is then the next event."""
-        with suppress(SignalledFirst):
-            await self._signals.unless_first(work)
+        with suppress(SignalReceived):
+            await self._signals.run_until_first_signal(work)
 
     async def _begin_round(self, began: RoundStarted, workers: Workers) -> None:
         round = began.record
@@ -407,7 +407,7 @@ class Agent:
         clock = asyncio.get_running_loop().time
         until = clock() + self._settings.rendezvous.notice
         self._socket.leave(f"{self._settings.node_name} leaves ({number.name})")
-        await self._signals.unless_second(self._node.leave())
+        await self._signals.run_until_second_signal(self._node.leave())
         alone = self._round is None or len(self._round.members) == 1
         no_leader = clock() + (0 if alone else LEAVE_TIMEOUT)
         while self._group is not None and not self._signals.second.is_set():
@@ -449,7 +449,8 @@ class Agent:
         if self._group is not None:
             self._history.enter(RunState.STOPPING)
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
-                await self._signals.unless_second(self._group.stop(grace, number, only_sessions=only_sessions))
+                stopping = self._group.stop(grace, number, only_sessions=only_sessions)
+                await self._signals.run_until_second_signal(stopping)
                 if not self._group.stopped:
                     await self._group.stop(0.0)
             self._group = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from torchelastic.agent.workers.processes import python_code
 from torchelastic.errors import SettingsError, StoreError
 from torchelastic.protocol.keys import RunKeys
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.api import split_endpoint
 from torchelastic.store.client import connect, within
 from torchelastic.store.etcd_process import etcd_environment, find_etcd

@@ -69,7 +69,7 @@ _TERMINATE: Final = re.compile(
 _NATIVE_FRAME: Final = re.compile(r"^\s*(?:\[\w+\]: ?)?frame #\d+: ")
 
 
-class Explanation(NamedTuple):
+class FailureCause(NamedTuple):
     """The kind and the message of a failure. `final` means that the program has declared the failure non-retryable."""
 
     kind: FailureKind
@@ -85,7 +85,7 @@ class WorkerExit:
         exit_code: its exit code, or the negative number of the signal that killed it.
         uptime: seconds from its start to its exit.
         ended: the time of the exit, on the event loop's clock.
-        explanation: the kind and the message of the failure; the message is empty if the exit code is 0.
+        cause: the kind and the message of the failure; the message is empty if the exit code is 0.
     """
 
     local_rank: int
@@ -94,29 +94,29 @@ class WorkerExit:
     exit_code: int
     uptime: float
     ended: float
-    explanation: Explanation
+    cause: FailureCause
 
 
-def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool) -> Explanation:
+def explain(exit_code: int, *, error_file: Path, tail: str, out_of_memory: bool) -> FailureCause:
     """Return why a worker failed, from its exit code, error file and last output, and whether memory ran out."""
     if out_of_memory:
-        return Explanation(FailureKind.PROGRAM, OUT_OF_MEMORY)
+        return FailureCause(FailureKind.PROGRAM, OUT_OF_MEMORY)
     recorded, final = _recorded_exception(error_file)
     if exception := recorded or _printed_exception(tail):
         text = exception if exit_code > 0 else f"{exception} ({describe_exit(exit_code)})"
-        return Explanation(FailureKind.PROGRAM if final else _kind(exception), shorten(text, MESSAGE_LIMIT), final)
+        return FailureCause(FailureKind.PROGRAM if final else _kind(exception), shorten(text, MESSAGE_LIMIT), final)
     if exit_code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT}:  # sent by another process
-        return Explanation(FailureKind.PROGRAM, describe_exit(exit_code))
+        return FailureCause(FailureKind.PROGRAM, describe_exit(exit_code))
     if crash := _printed_crash(tail):
-        return Explanation(_kind(crash), shorten(f"{describe_exit(exit_code)}: {crash}", MESSAGE_LIMIT))
+        return FailureCause(_kind(crash), shorten(f"{describe_exit(exit_code)}: {crash}", MESSAGE_LIMIT))
     lines = [line.rstrip() for line in tail.splitlines() if line.strip() and not _NATIVE_FRAME.match(line)]
     last = " | ".join(lines[-_TAIL_LINES:])
     if not last:  # the agent has not seen the output
-        return Explanation(FailureKind.UNKNOWN, describe_exit(exit_code))
+        return FailureCause(FailureKind.UNKNOWN, describe_exit(exit_code))
     text = f"{describe_exit(exit_code)}; it last printed: {last}"
     kinds = {_kind(line) for line in lines[-_LAST_LINES:]}
     kind = FailureKind.COMMUNICATION if FailureKind.COMMUNICATION in kinds else FailureKind.PROGRAM
-    return Explanation(kind, shorten(text, MESSAGE_LIMIT))
+    return FailureCause(kind, shorten(text, MESSAGE_LIMIT))
 
 
 # -- the error file
@@ -222,17 +222,17 @@ def describe_in_log(failure: FailureRecord) -> str:
 def failure_of_worker(worker: WorkerExit, round: int, node: str, settings: AgentSettings) -> FailureRecord:
     """Return the failure of a worker, as its node reports it."""
     code = worker.exit_code if worker.exit_code >= 0 else 128 - worker.exit_code  # as a shell shows it
-    final = worker.explanation.final or code in settings.non_retryable_exit_codes
+    final = worker.cause.final or code in settings.non_retryable_exit_codes
     return FailureRecord(
         round=round,
         rank=worker.rank,
         local_rank=worker.local_rank,
         node=node,
         exit_code=max(min(worker.exit_code, 255), -255),
-        kind=worker.explanation.kind,
+        kind=worker.cause.kind,
         host=settings.address,
         pid=worker.pid,
-        message=worker.explanation.message,
+        message=worker.cause.message,
         uptime=builtins.round(worker.uptime, 3),
         non_retryable=final,
         uncharged=not final and code in settings.uncharged_exit_codes,

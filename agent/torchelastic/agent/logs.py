@@ -77,7 +77,7 @@ class OutputConsumer(Protocol):
     def full(self) -> bool:
         """Whether no more output should be read for now."""
 
-    async def close(self, *, patience: float, limit: float) -> None:
+    async def close(self, *, idle_timeout: float, timeout: float) -> None:  # noqa: ASYNC109 - bounds the wait
         """Pass on the remaining output: see :meth:`Console.close`."""
 
 
@@ -111,16 +111,16 @@ class Console:
         """Whether the queue is full, so that no more output should be read."""
         return self._queued - self._written > _QUEUE_LIMIT
 
-    async def close(self, *, patience: float, limit: float) -> None:
-        """Wait for all writes: at most `limit` seconds, and at most `patience` seconds without progress."""
+    async def close(self, *, idle_timeout: float, timeout: float) -> None:  # noqa: ASYNC109 - bounds the wait
+        """Wait for all writes: at most `timeout` seconds, and at most `idle_timeout` seconds without progress."""
         for handler in self._handlers:
             handler.setStream(sys.stderr)  # type: ignore[attr-defined] # a StreamHandler
         self._queue.put(None)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + timeout
         seen = -1
         while self._thread.is_alive() and seen != self._writes and time.monotonic() < deadline:
             seen = self._writes
-            await asyncio.to_thread(self._thread.join, patience)
+            await asyncio.to_thread(self._thread.join, idle_timeout)
 
     def _write_all(self) -> None:
         same = False
@@ -371,7 +371,7 @@ class WorkerOutput:
 
 
 @dataclass
-class Destinations:
+class LogPaths:
     """The files of the workers on this node by local rank, with the attributes of torch's ``LogsDest``.
 
     An empty path in ``stdouts`` or ``stderrs`` is the console. The content of ``tee_stdouts`` and ``tee_stderrs`` also
@@ -418,7 +418,7 @@ class Logs:
         """
         folder = self._folder / f"round_{round}"
         try:
-            files: Destinations | LogsDest = self._files(folder, [int(each["RANK"]) for each in environments])
+            files: LogPaths | LogsDest = self._files(folder, [int(each["RANK"]) for each in environments])
             if self._settings.specs is not None:
                 files = _reify(self._settings.specs, round, environments, files.error_files)
             for local_rank, environment in enumerate(environments):
@@ -426,8 +426,8 @@ class Logs:
         except OSError as error:
             raise _unwritable(Path(error.filename or folder), error) from None
 
-    def _files(self, folder: Path, ranks: Sequence[int]) -> Destinations:
-        settings, files = self._settings, Destinations()
+    def _files(self, folder: Path, ranks: Sequence[int]) -> LogPaths:
+        settings, files = self._settings, LogPaths()
         for local_rank, rank in enumerate(ranks):
             own = folder / f"rank_{rank}"
             own.mkdir(parents=True, exist_ok=True)
@@ -450,7 +450,7 @@ class Logs:
         )
         return files
 
-    def _output(self, files: Destinations | LogsDest, local_rank: int, rank: str) -> WorkerOutput:
+    def _output(self, files: LogPaths | LogsDest, local_rank: int, rank: str) -> WorkerOutput:
         settings = self._settings
         default = f"[{rank_label(self._role)} $rank] " if settings.prefix else "[${role_name}${local_rank}]:"
         prefix = Template(settings.log_line_prefix_template or default).safe_substitute(

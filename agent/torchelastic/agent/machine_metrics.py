@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.series import Series
+    from torchelastic.metrics.series import MetricFamily
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -76,7 +76,7 @@ class Gpus(Collector):
         self._timeout = timeout
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._found: list[tuple[Series, dict[str, str], tuple[float]]] = []
+        self._found: list[tuple[MetricFamily, dict[str, str], tuple[float]]] = []
         self._open = False
         self._warned = False
 
@@ -113,7 +113,7 @@ class Gpus(Collector):
             if getattr(error, "value", None) not in absent:
                 self._warn_once(str(error))
 
-    def _readings(self, nvml: Any) -> list[tuple[Series, dict[str, str], tuple[float]]]:  # noqa: ANN401
+    def _readings(self, nvml: Any) -> list[tuple[MetricFamily, dict[str, str], tuple[float]]]:  # noqa: ANN401
         readings = []
         for index in range(nvml.nvmlDeviceGetCount()):
             for function, fields in _FIELDS.items():  # a GPU may support only one function, or may have failed
@@ -130,4 +130,4 @@ class Gpus(Collector):
     def _warn_once(self, problem: str) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("/metrics does not show all metrics of the GPUs: %s.", problem)
+            logger.warning("/metrics does not show all metrics of the GPUs: %s.", problem)

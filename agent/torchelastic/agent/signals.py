@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class SignalledFirst(Exception):  # noqa: N818 - control flow within the agent
+class SignalReceived(Exception):  # noqa: N818 - control flow within the agent
     """A signal arrived before the work was done."""
 
 
@@ -25,7 +25,7 @@ class Signals:
 
     Args:
         received: called for each signal.
-        numbers: the signals; without any, only the signals that are passed to :meth:`take` are handled.
+        numbers: the signals; without any, only the signals that are passed to :meth:`handle` are handled.
 
     Attributes:
         number: the first signal; SIGTERM if there was none.
@@ -45,7 +45,7 @@ class Signals:
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
         for number in self._numbers:
-            loop.add_signal_handler(number, self.take, number)
+            loop.add_signal_handler(number, self.handle, number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,20 +54,20 @@ class Signals:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)  # a late signal must not prevent the termination message
 
-    async def unless_first(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def run_until_first_signal(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of the work, unless a signal arrives first.
 
         Raises:
-            SignalledFirst: a signal arrived, and the work was cancelled.
+            SignalReceived: a signal arrived, and the work was cancelled.
         """
-        return await _unless(self.first, work)
+        return await _run_until(self.first, work)
 
-    async def unless_second(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run_until_second_signal(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the work, but cancel it on a second signal."""
-        with suppress(SignalledFirst):
-            await _unless(self.second, work)
+        with suppress(SignalReceived):
+            await _run_until(self.second, work)
 
-    def take(self, number: signal.Signals) -> None:
+    def handle(self, number: signal.Signals) -> None:
         """Handle a signal."""
         if self.first.is_set():
             if number is not signal.SIGHUP:  # a terminal that is closed sends it twice
@@ -78,16 +78,16 @@ class Signals:
         self._received(number)
 
 
-async def _unless(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
+async def _run_until(signalled: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result:
     if signalled.is_set():
         work.close()
-        raise SignalledFirst
+        raise SignalReceived
     tasks = task, interrupt = asyncio.ensure_future(work), asyncio.ensure_future(signalled.wait())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise SignalledFirst
+        raise SignalReceived
     finally:
         task.cancel()
         interrupt.cancel()

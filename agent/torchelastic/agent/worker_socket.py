@@ -21,7 +21,7 @@ from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import RoundReason
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
-    Introduction,
+    Hello,
     NoticeMessage,
     RoundAnswer,
     WorkerMessage,
@@ -148,9 +148,9 @@ class WorkerSocket:
         if record.round != self._round:
             return
         if record.seconds > 0:
-            if not self._leaving and record.serial != self._leaders_notice:
+            if not self._leaving and record.number != self._leaders_notice:
                 self._give_notice(record.seconds, record.reason, record.cause)
-            self._leaders_notice = record.serial
+            self._leaders_notice = record.number
         elif not self._leaving:
             self._leaders_notice = 0
             self._withdraw_notice()
@@ -211,7 +211,7 @@ class WorkerSocket:
         try:
             # A ValueError: the connection has ended, or a message is invalid or too long.
             with contextlib.suppress(OSError, ValueError, RecursionError):
-                sender = msgspec.json.decode(await reader.readline(), type=Introduction)
+                sender = msgspec.json.decode(await reader.readline(), type=Hello)
                 process = _Process(sender.rank, writer)
                 current = sender.round == self._round
                 if sender.check_timeout is not None:

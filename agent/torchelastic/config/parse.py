@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torchelastic.config.flags import CommandLine
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _MAX_WORKERS: Final = 10_000
 _ONE_WORKER: Final = RawValue("--nproc-per-node", "1")
@@ -97,10 +97,10 @@ def _warn_about_ignored_flags(line: CommandLine, size: SizeRecord) -> None:
     """Warn about flags without effect, after all other checks."""
     names = () if size.max > 1 and backend_of(line).text == "static" else ("master-addr", "master-port")
     if ignored := [line.raw[name].source for name in names if name in line.raw]:
-        _log.warning("%s ignored: the nodes agree on an address by themselves.", " and ".join(ignored))
+        logger.warning("%s ignored: the nodes agree on an address by themselves.", " and ".join(ignored))
     requested: SizeRecord = line.values.get("nnodes", size)
     if (requested.min, requested.max) != (size.min, size.max):
-        _log.warning(
+        logger.warning(
             "%s ignored: the operator sets the number of nodes, %d to %d (minReplicas, maxReplicas).",
             line.raw["nnodes"].source,
             size.min,

@@ -80,7 +80,7 @@ class ChannelOutput:
         """Record that the launcher has handled this number of bytes."""
         self._unhandled -= size
 
-    async def close(self, *, patience: float, limit: float) -> None:
+    async def close(self, *, idle_timeout: float, timeout: float) -> None:  # noqa: ASYNC109 - bounds the wait
         """Do nothing: the channel sends what is queued."""
 
 

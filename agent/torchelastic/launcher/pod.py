@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from torchelastic.agent.agent import Agent
 from torchelastic.agent.failures import ExitStatus
 from torchelastic.agent.function_call import CALL_MODULE, write_call
-from torchelastic.agent.signals import SignalledFirst, Signals
+from torchelastic.agent.signals import SignalReceived, Signals
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
 from torchelastic.launcher.channel import Channel
@@ -81,7 +81,7 @@ class CallService:
                 accepting = asyncio.get_running_loop().sock_accept(listener)
                 try:
                     with Signals(lambda _: None, self.settings.signals) as signals:
-                        connection, _ = await signals.unless_first(
+                        connection, _ = await signals.run_until_first_signal(
                             asyncio.wait_for(accepting, None if self._keeps else _CONNECT_TIMEOUT)
                         )
                     connection.setblocking(True)
@@ -89,7 +89,7 @@ class CallService:
                     ending = await call.run(workers, metrics, metrics_port, own_run=self._keeps)
                 except TimeoutError:
                     return _failed("no launching program has connected")
-                except SignalledFirst:
+                except SignalReceived:
                     return ExitStatus.because(LEAVING_SIGNALS[signals.number], "Left", f"left on {signals.number.name}")
                 if not self._keeps or ending.code in LEFT_CODES:
                     return ending
@@ -111,7 +111,7 @@ class _Call:
         """Run the call, and report to the launcher until it closes the channel.
 
         Raises:
-            SignalledFirst: a signal asked this pod to leave after the call.
+            SignalReceived: a signal asked this pod to leave after the call.
         """
         greet(self._channel)
         handler = _LogHandler(self._channel)
@@ -120,7 +120,7 @@ class _Call:
         try:
             ending = await self._make_call(workers, metrics, metrics_port, own_run=own_run)
             with Signals(lambda _: None, self._settings.signals) as signals:
-                await signals.unless_first(self._drain())
+                await signals.run_until_first_signal(self._drain())
         finally:
             watching.cancel()
             logging.getLogger().removeHandler(handler)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast, get_args
 
 from torchelastic.metrics import series
 from torchelastic.metrics.api import REGISTRY
-from torchelastic.metrics.series import PLATFORM_GROUP, PLATFORM_SERIES, Kind, printable
+from torchelastic.metrics.series import BUILT_IN_FAMILIES, DEFAULT_GROUP, Kind, printable
 from torchelastic.protocol.records import DepartureReason, OutcomeState, RunState
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.registry import Collector
 
-    from torchelastic.metrics.series import Series
+    from torchelastic.metrics.series import MetricFamily
     from torchelastic.protocol.records import OutcomeRecord, RoundReason, RoundRecord, TimeBreakdown
     from torchelastic.rendezvous.node import RendezvousNode
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 WorkerStateName = Literal["unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed"]
 """The states of a node's workers, by the names of torch's metrics."""
@@ -46,7 +46,7 @@ class AgentMetrics:
         self._collectors: tuple[Collector, ...] | None = None  # None while /metrics is not served
         self._failed: set[Collector] = set()
         self._lock = threading.Lock()
-        self._words: dict[Series, list[float]] = {}
+        self._values: dict[MetricFamily, list[float]] = {}
         self._trained = 0.0
         self._waits_since: float | None = None
         self._without_workers_since = 0.0
@@ -71,10 +71,10 @@ class AgentMetrics:
         for collector in self._collectors or ():
             try:
                 collected = list(collector.collect())
-            except Exception:  # noqa: BLE001 - a failing collector must not hide the others
+            except Exception:
                 if collector not in self._failed:
                     self._failed.add(collector)
-                    _log.exception(
+                    logger.exception(
                         "/metrics does not show the metrics of %s. Its further errors are not logged.",
                         type(collector).__name__,
                     )
@@ -101,7 +101,7 @@ class AgentMetrics:
 
     def workers_changed(self, state: WorkerStateName) -> None:
         """Record the new state of this node's workers."""
-        REGISTRY.add(PLATFORM_GROUP, f"workers.{self._role}.{state}", 1)
+        REGISTRY.add(DEFAULT_GROUP, f"workers.{self._role}.{state}", 1)
         for each in get_args(WorkerStateName):
             self._show(series.WORKER_STATE, int(each == state), role=self._role, state=each)
 
@@ -160,7 +160,7 @@ class AgentMetrics:
         outcome = "" if succeeded is None else "success" if succeeded else "failure"
         for what, value in ((outcome, 1), ("duration.ms", seconds * 1000)):
             if what:
-                self._put(f"{operation}.{what}", value, PLATFORM_SERIES[f"{operation}.{what}"])
+                self._put(f"{operation}.{what}", value, BUILT_IN_FAMILIES[f"{operation}.{what}"])
 
     def rendezvous_began(self) -> None:
         """Record that this node has no workers to run; torch calls the time until the next round *rendezvous*."""
@@ -179,32 +179,32 @@ class AgentMetrics:
         """Record a request to the store; handlers do not receive these values, because there are too many."""
         self._show(series.STORE_REQUEST, seconds, request=request, outcome="success" if succeeded else "failure")
 
-    def _put(self, name: str, value: float, family: Series, **labels: str) -> None:
+    def _put(self, name: str, value: float, family: MetricFamily, **labels: str) -> None:
         """Record a value under torchelastic's name, and show it in a series."""
-        REGISTRY.add(PLATFORM_GROUP, name, value)
+        REGISTRY.add(DEFAULT_GROUP, name, value)
         self._show(family, value, **labels)
 
-    def _show(self, family: Series, value: float, **labels: str) -> None:
+    def _show(self, family: MetricFamily, value: float, **labels: str) -> None:
         if self._collectors is None:
             return
         one, value = family.labeled(**labels) if labels else family, value / family.divisor
         with self._lock:
-            words = self._words.setdefault(one, [0.0] * one.type.size)
+            values = self._values.setdefault(one, [0.0] * one.type.size)
             if one.type.kind is Kind.HISTOGRAM:
-                words[bisect_left(one.type.buckets, value)] += 1
-                words[-1] += value
+                values[bisect_left(one.type.buckets, value)] += 1
+                values[-1] += value
             else:
-                words[0] = value + (words[0] if one.type.kind is Kind.COUNTER else 0.0)
+                values[0] = value + (values[0] if one.type.kind is Kind.COUNTER else 0.0)
 
     def _own(self) -> Iterable[Metric]:
         from torchelastic.metrics.prometheus import families_of
 
         with self._lock:
-            own: list[tuple[Series, Sequence[float]]] = [(one, tuple(words)) for one, words in self._words.items()]
+            own: list[tuple[MetricFamily, Sequence[float]]] = [(one, tuple(each)) for one, each in self._values.items()]
         totals = [(one, (value,)) for one, value in self._totals()]
-        return families_of((one, dict(one.labels), words) for one, words in own + totals)
+        return families_of((one, dict(one.labels), values) for one, values in own + totals)
 
-    def _totals(self) -> Iterator[tuple[Series, float]]:
+    def _totals(self) -> Iterator[tuple[MetricFamily, float]]:
         """Yield the totals of the run, only in the leader's agent, because a sum over several agents would be wrong."""
         node = self._node
         if node is None or not node.is_leader:
@@ -216,7 +216,7 @@ class AgentMetrics:
             yield series.JOB_SECONDS.labeled(state=state), seconds
         if times.lost is not None:
             yield series.JOB_LOST, times.lost
-        yield series.JOB_JOINED, times.joined
+        yield series.JOB_JOINED, times.nodes_joined
         for end in DepartureReason:
             yield series.JOB_DEPARTURES.labeled(cause=end), times.departures.get(end, 0)
         yield series.JOB_RESTARTS.labeled(charged="yes"), restarted.restarts

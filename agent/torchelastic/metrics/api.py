@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from torchelastic.metrics.series import COUNTER, DURATION_BUCKETS, PLATFORM_GROUP, PLATFORM_SERIES, Kind, MetricType
+from torchelastic.metrics.series import BUILT_IN_FAMILIES, COUNTER, DEFAULT_GROUP, DURATION_BUCKETS, Kind, MetricType
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -48,7 +48,7 @@ __all__ = [
 
 _TORCH_METRICS: Final = "torch.distributed.elastic.metrics.api"
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -184,13 +184,13 @@ class MetricRegistry:
             if used == metric_type:
                 self._declared[str(group), name] = metric_type
             else:
-                _log.warning(
+                logger.warning(
                     "%r of group %r has values of type %s; declare it before its first value.", name, group, used.kind
                 )
 
     def type_of(self, group: str, name: str) -> MetricType:
         """Return the type of a metric. The first call fixes the type. An undeclared metric is a gauge."""
-        platform = PLATFORM_SERIES.get(name) if group == PLATFORM_GROUP else None
+        platform = BUILT_IN_FAMILIES.get(name) if group == DEFAULT_GROUP else None
         default = MetricType() if platform is None else platform.type
         return self._used.setdefault((group, name), self._declared.get((group, name), default))
 
@@ -217,7 +217,7 @@ class MetricRegistry:
         """Log the current exception, if it is the first one of this handler."""
         if not any(failed is handler for failed in self._failed):
             self._failed.append(handler)
-            _log.exception(
+            logger.exception(  # noqa: LOG004 - called by an exception handler
                 "The metric handler %s failed for %r of group %s. The program continues; further errors of this "
                 "handler are not logged.",
                 type(handler).__name__,
@@ -288,7 +288,7 @@ def getStream(group: str) -> MetricStream:  # noqa: N802 - the name in torchelas
     return MetricStream(str(group))
 
 
-def put_metric(metric_name: str, metric_value: float, metric_group: str = PLATFORM_GROUP) -> None:
+def put_metric(metric_name: str, metric_value: float, metric_group: str = DEFAULT_GROUP) -> None:
     """Record one value."""
     REGISTRY.add(str(metric_group), metric_name, metric_value)
 
@@ -313,7 +313,7 @@ def prof(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
 
 
-def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> Callable[..., Any]:
+def prof(fn: Callable[..., Any] | None = None, group: str = DEFAULT_GROUP) -> Callable[..., Any]:
     """Decorate a function to measure its successes, failures and durations.
 
     Each call adds 1 to the counter ``<name>.success`` or ``<name>.failure``, and its duration to the histogram
@@ -331,7 +331,7 @@ def prof(fn: Callable[..., Any] | None = None, group: str = PLATFORM_GROUP) -> C
 
 def profile(group: str | None = None) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Decorate a function as :func:`prof` does; the older form, whose names begin with the name of the function."""
-    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or PLATFORM_GROUP))
+    return lambda fn: _decorated(fn, getattr(fn, "__name__", type(fn).__name__), str(group or DEFAULT_GROUP))
 
 
 def _decorated(function: Callable[..., Any], name: str, group: str) -> Callable[..., Any]:

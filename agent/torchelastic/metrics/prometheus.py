@@ -28,46 +28,46 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from torchelastic.metrics.series import Series, Source
+    from torchelastic.metrics.series import MetricFamily, MetricKey
 
 _UNITS: Final = ("seconds", "bytes", "ratio")
 """Unit suffixes of names; OpenMetrics declares units."""
 
 
-def families_of(values: Iterable[tuple[Series, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
-    """Return the families of series; each value is a series with its labels and words."""
+def families_of(rows: Iterable[tuple[MetricFamily, dict[str, str], Sequence[float]]]) -> Iterable[Metric]:
+    """Return the families of series; each row is a series with its labels and values."""
     families: dict[str, Metric] = {}
-    for one, labels, words in values:
+    for one, labels, values in rows:
         name = one.name
         if (family := families.get(name)) is None:
             stem, _, unit = name.rpartition("_")
             families[name] = family = Metric(name, one.help, one.type.kind, unit if stem and unit in _UNITS else "")
         if one.type.kind is Kind.GAUGE:
-            family.add_sample(name, labels, words[0])
+            family.add_sample(name, labels, values[0])
         elif one.type.kind is Kind.COUNTER:
-            family.add_sample(f"{name}_total", labels, words[0])
+            family.add_sample(f"{name}_total", labels, values[0])
         else:
             count = 0.0
-            for bound, number in zip((*one.type.buckets, math.inf), words, strict=False):
+            for bound, number in zip((*one.type.buckets, math.inf), values, strict=False):
                 count += number
                 le = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
                 family.add_sample(f"{name}_bucket", {**labels, "le": le}, count)
             family.add_sample(f"{name}_count", dict(labels), count)
             if one.type.buckets[0] >= 0:  # Prometheus expects that a sum never decreases
-                family.add_sample(f"{name}_sum", dict(labels), words[-1])
+                family.add_sample(f"{name}_sum", dict(labels), values[-1])
     return families.values()
 
 
-def shown(
-    sources: Mapping[Source, Sequence[float]],
+def exposed(
+    values_by_key: Mapping[MetricKey, Sequence[float]],
     dropped: Sequence[float],
     names: SeriesNames,
     **labels: str,
-) -> Iterator[tuple[Series, dict[str, str], Sequence[float]]]:
+) -> Iterator[tuple[MetricFamily, dict[str, str], Sequence[float]]]:
     """Yield the series of a handler."""
-    for source, words in sources.items():
-        one = names.of(source)
-        yield one, {**dict(one.labels), **labels}, words
+    for key, values in values_by_key.items():
+        one = names.of(key)
+        yield one, {**dict(one.labels), **labels}, values
     for reason, count in zip(REASONS, dropped, strict=True):
         if count:
             yield DROPPED, {"reason": reason, **labels}, (count,)
@@ -110,7 +110,7 @@ class PrometheusMetricHandler(SeriesHandler, Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; the registry calls this at each scrape."""
         with self._lock:
-            return families_of(shown(self._memory.sources(), self._memory.dropped, self._names))
+            return families_of(exposed(self._memory.values_by_key(), self._memory.dropped, self._names))
 
 
 @asynccontextmanager

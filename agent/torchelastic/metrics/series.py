@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-PLATFORM_GROUP: Final = "torchelastic"
+DEFAULT_GROUP: Final = "torchelastic"
 """The group of torchelastic's own metrics, and of values without a group."""
 
 
@@ -54,7 +54,7 @@ GAUGE: Final = MetricType()
 COUNTER: Final = MetricType(Kind.COUNTER)
 
 
-class Source(NamedTuple):
+class MetricKey(NamedTuple):
     """A metric of a program: its group, its name and its type."""
 
     group: str
@@ -63,7 +63,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class MetricFamily:
     """A family of series, or one series of it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Series:
         """All sample names of the family; no other family may use them."""
         return frozenset(self.name + ending for ending in _SAMPLES[self.type.kind])
 
-    def labeled(self, **labels: str) -> Series:
+    def labeled(self, **labels: str) -> MetricFamily:
         """Return the series of the family with these labels."""
         return replace(self, labels=tuple((label, printable(value)) for label, value in labels.items()))
 
@@ -101,15 +101,15 @@ DURATION_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 """Upper bounds in seconds, from a short recovery to a program that takes half an hour to start."""
 _REQUEST_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-_families: list[Series] = []
+_families: list[MetricFamily] = []
 
 
-def _family(name: str, metric_type: MetricType, help_text: str, divisor: float = 1.0) -> Series:
-    _families.append(Series(f"torchelastic_{name}", metric_type, help_text, divisor))
+def _family(name: str, metric_type: MetricType, help_text: str, divisor: float = 1.0) -> MetricFamily:
+    _families.append(MetricFamily(f"torchelastic_{name}", metric_type, help_text, divisor))
     return _families[-1]
 
 
-def _durations(name: str, help_text: str) -> Series:
+def _durations(name: str, help_text: str) -> MetricFamily:
     """Return a histogram in seconds for values in milliseconds."""
     return _family(name, MetricType(Kind.HISTOGRAM, DURATION_BUCKETS), help_text, 1000)
 
@@ -155,7 +155,7 @@ JOB_NODES: Final = _family("job_nodes", GAUGE, "Number of nodes in the current r
 JOB_DESIRED_NODES: Final = _family("job_desired_nodes", GAUGE, "Desired number of nodes.")
 JOB_MIN_NODES: Final = _family("job_min_nodes", GAUGE, "Minimum number of nodes for training.")
 
-PLATFORM_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))
+BUILT_IN_SAMPLES: Final = frozenset().union(*(series.samples for series in _families))
 """The sample names of all series of torchelastic; metrics of programs never have one of them."""
 
 OPERATIONS: Final = (
@@ -189,7 +189,7 @@ TRAINING_OPERATIONS: Final = (
 )
 """The operations of :func:`torchelastic.train`."""
 
-PLATFORM_SERIES: Final = {
+BUILT_IN_FAMILIES: Final = {
     "round": ROUND,
     "world_size": WORLD_SIZE,
     "checkpoint.write_latency_ms": CHECKPOINT_WRITE,
@@ -197,9 +197,9 @@ PLATFORM_SERIES: Final = {
 """The series of torchelastic's group by metric name, in any process; torch's own agent uses some of these names."""
 for _name in OPERATIONS + TRAINING_OPERATIONS:
     _operation = _name.rpartition(".")[2].lstrip("_")
-    PLATFORM_SERIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labeled(operation=_operation)
+    BUILT_IN_FAMILIES[f"{_name}.duration.ms"] = OPERATION_DURATION.labeled(operation=_operation)
     for _outcome in ("success", "failure"):
-        PLATFORM_SERIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labeled(operation=_operation, outcome=_outcome)
+        BUILT_IN_FAMILIES[f"{_name}.{_outcome}"] = OPERATION_OUTCOMES.labeled(operation=_operation, outcome=_outcome)
 
 
 # The series of programs
@@ -211,15 +211,15 @@ because every series name of a program has a group, an underscore and no capital
 _LONGEST_NAME: Final = 200
 
 
-def series_of(source: Source) -> Series:
-    """Return the series of a source: torchelastic's own series, or a series with the preferred name."""
-    series = PLATFORM_SERIES.get(source.name) if source.group == PLATFORM_GROUP else None
-    return user_series(source) if series is None or series.type != source.type else series
+def family_of(key: MetricKey) -> MetricFamily:
+    """Return the series of a key: torchelastic's own series, or a series with the preferred name."""
+    series = BUILT_IN_FAMILIES.get(key.name) if key.group == DEFAULT_GROUP else None
+    return user_family(key) if series is None or series.type != key.type else series
 
 
-def user_series(source: Source) -> Series:
-    """Return the series of a source that does not belong to torchelastic."""
-    group, name, metric_type = source
+def user_family(key: MetricKey) -> MetricFamily:
+    """Return the series of a key that does not belong to torchelastic."""
+    group, name, metric_type = key
     prefix = snake_case(group) or f"group_{_digest(group)}"
     if prefix[0].isdigit():
         prefix = f"group_{prefix}"
@@ -238,7 +238,7 @@ def user_series(source: Source) -> Series:
         full = f"{full[:_LONGEST_NAME]}_{_digest(name)}"
     if full.endswith(_RESERVED_ENDINGS) and metric_type.kind is not Kind.COUNTER and not in_milliseconds:
         full += "_value"
-    return Series(
+    return MetricFamily(
         full + ("_seconds" if in_milliseconds else ""),
         metric_type,
         f"{printable(name):.200} of the group {printable(group):.200}, as the program measures it.",
@@ -257,23 +257,21 @@ def _digest(text: str) -> str:
 
 
 class SeriesNames:
-    """The series of the sources on one page: different sources never share a sample name."""
+    """The series of the keys on one page: different keys never share a sample name."""
 
     def __init__(self) -> None:
-        self._series: dict[Source, Series] = {}
-        self._sources: dict[str, Source] = {}
+        self._series: dict[MetricKey, MetricFamily] = {}
+        self._keys: dict[str, MetricKey] = {}
 
-    def of(self, source: Source) -> Series:
-        """Return the series of a source, with a digest in its name if another source has its preferred name."""
-        if (known := self._series.get(source)) is not None:
+    def of(self, key: MetricKey) -> MetricFamily:
+        """Return the series of a key, with a digest in its name if another key has its preferred name."""
+        if (known := self._series.get(key)) is not None:
             return known
-        series = series_of(source)
-        if series is not PLATFORM_SERIES.get(source.name):
-            while any(
-                sample in PLATFORM_SAMPLES or self._sources.get(sample, source) != source for sample in series.samples
-            ):
+        series = family_of(key)
+        if series is not BUILT_IN_FAMILIES.get(key.name):
+            while any(sample in BUILT_IN_SAMPLES or self._keys.get(sample, key) != key for sample in series.samples):
                 stem = series.name.removesuffix("_seconds") if series.divisor == 1000 else series.name
-                series = replace(series, name=f"{stem}_{_digest(repr(source))}{series.name[len(stem) :]}")
-            self._sources |= dict.fromkeys(series.samples, source)
-        self._series[source] = series
+                series = replace(series, name=f"{stem}_{_digest(repr(key))}{series.name[len(stem) :]}")
+            self._keys |= dict.fromkeys(series.samples, key)
+        self._series[key] = series
         return series

@@ -23,14 +23,14 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
 
 from torchelastic.metrics.api import MetricHandler
-from torchelastic.metrics.series import Kind, MetricType, Source, series_of
+from torchelastic.metrics.series import Kind, MetricKey, MetricType, family_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchelastic.metrics.api import MetricData
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 NOT_A_NUMBER: Final = "not_a_number"
 TOO_MANY_NAMES: Final = "too_many_names"
@@ -67,34 +67,34 @@ class MetricMemory:
         self._names = memory[8 * _NAMES :]
         self._names_end = 0
         self._free = _VALUES
-        self._sources: dict[Source, memoryview[float]] = {}
+        self._values_by_key: dict[MetricKey, memoryview[float]] = {}
         self.dropped = self._words[1 : 1 + len(REASONS)]
 
-    def sources(self) -> dict[Source, memoryview[float]]:
-        """Return the words of each source, in the order in which the sources were added. Not thread-safe."""
+    def values_by_key(self) -> dict[MetricKey, memoryview[float]]:
+        """Return the values of each metric, in the order in which the metrics were added. Not thread-safe."""
         for line in bytes(self._names[self._names_end : self._numbers[0]]).splitlines(keepends=True):
             try:
                 group, name, kind, buckets, first = json.loads(line)
-                source = Source(str(group), str(name), MetricType(Kind(kind), tuple(map(float, buckets))))
-                end = first + source.type.size
+                key = MetricKey(str(group), str(name), MetricType(Kind(kind), tuple(map(float, buckets))))
+                end = first + key.type.size
                 if first >= _VALUES and end <= _NAMES:
-                    self._sources[source] = self._words[first:end]
+                    self._values_by_key[key] = self._words[first:end]
                     self._free = max(self._free, end)
             except (ValueError, TypeError, OverflowError, RecursionError):  # the line is incomplete or corrupt
                 break
             self._names_end += len(line)
-        return self._sources
+        return self._values_by_key
 
-    def words(self, source: Source) -> memoryview[float] | None:
-        """Return the words of a source. If it is new, allocate its words; return None if there is no space."""
-        if source not in self.sources():
-            line = json.dumps((source.group, source.name, *source.type, self._free)).encode() + b"\n"
+    def values(self, key: MetricKey) -> memoryview[float] | None:
+        """Return the values of a metric. If it is new, allocate them; return None if there is no space."""
+        if key not in self.values_by_key():
+            line = json.dumps((key.group, key.name, *key.type, self._free)).encode() + b"\n"
             end = self._names_end + len(line)
-            if self._free + source.type.size > _NAMES or end > len(self._names):
+            if self._free + key.type.size > _NAMES or end > len(self._names):
                 return None
             self._names[self._names_end : end] = line
             self._numbers[0] = end
-        return self.sources()[source]
+        return self.values_by_key()[key]
 
 
 class SeriesHandler(MetricHandler):
@@ -136,13 +136,13 @@ class SeriesHandler(MetricHandler):
                 self._waiting.append(data)
                 return None
             count = len(self._sinks)
-            source = Source(group, name, self._type_of(group, name))
+            key = MetricKey(group, name, self._type_of(group, name))
             self._waiting = []
             try:
                 if (group, name) in self._sinks:  # another call has already added the metric
                     return self._sinks[group, name]
-                if count < MAX_NAMES and (words := self._memory.words(source)) is not None:
-                    return self._sinks.setdefault((group, name), self._sink(source, words))
+                if count < MAX_NAMES and (values := self._memory.values(key)) is not None:
+                    return self._sinks.setdefault((group, name), self._sink(key, values))
             finally:
                 waiting, self._waiting = self._waiting, None
                 for each in waiting:
@@ -154,19 +154,19 @@ class SeriesHandler(MetricHandler):
             )
             return None
 
-    def _sink(self, source: Source, words: memoryview[float]) -> Callable[[float], None]:
-        lock, bounds, series = self._lock, source.type.buckets, series_of(source)
+    def _sink(self, key: MetricKey, values: memoryview[float]) -> Callable[[float], None]:
+        lock, bounds, series = self._lock, key.type.buckets, family_of(key)
         divisor = series.divisor
         least = -sys.float_info.max if bounds and bounds[0] < 0 else 0.0
         most = sys.float_info.max
 
         def set_gauge(number: float) -> None:
-            words[0] = number / divisor
+            values[0] = number / divisor
 
         def add(number: float) -> None:
             if least <= number <= most:
                 with lock:
-                    words[0] += number / divisor
+                    values[0] += number / divisor
             else:
                 self._refuse(series.name, number)
 
@@ -175,12 +175,12 @@ class SeriesHandler(MetricHandler):
                 number /= divisor
                 bucket = bisect_left(bounds, number)
                 with lock:
-                    words[bucket] += 1
-                    words[-1] += number
+                    values[bucket] += 1
+                    values[-1] += number
             else:
                 self._refuse(series.name, number)
 
-        return {Kind.GAUGE: set_gauge, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[source.type.kind]
+        return {Kind.GAUGE: set_gauge, Kind.COUNTER: add, Kind.HISTOGRAM: observe}[key.type.kind]
 
     def _refuse(self, series: str, number: float) -> None:
         if math.isfinite(number):
@@ -193,7 +193,7 @@ class SeriesHandler(MetricHandler):
             self._memory.dropped[REASONS.index(reason)] += 1
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
-            _log.warning("%s. The value is dropped; further values of this kind are counted but not logged.", what)
+            logger.warning("%s. The value is dropped; further values of this kind are counted but not logged.", what)
 
 
 def _to_number(value: object) -> float:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from prometheus_client import Metric
 
-    from torchelastic.metrics.series import Source
+    from torchelastic.metrics.series import MetricKey
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 
 class WorkerMetricMemory(MetricMemory):
@@ -34,7 +34,7 @@ class WorkerMetricMemory(MetricMemory):
 
     Args:
         rank: the worker's global rank.
-        before: the exited worker whose counters and histograms this one continues.
+        predecessor: the exited worker whose counters and histograms this one continues.
 
     Attributes:
         path: the path at which the worker opens the region.
@@ -43,7 +43,7 @@ class WorkerMetricMemory(MetricMemory):
         OSError: there is not enough memory.
     """
 
-    def __init__(self, rank: int, before: WorkerMetricMemory | None = None) -> None:
+    def __init__(self, rank: int, predecessor: WorkerMetricMemory | None = None) -> None:
         descriptor = os.memfd_create("torchelastic-metrics", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor)
         os.posix_fallocate(descriptor, 0, MEMORY_SIZE)
@@ -52,26 +52,26 @@ class WorkerMetricMemory(MetricMemory):
         self.rank = rank
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._exited = False
-        if before is not None:
-            before.set_exited()
-            self.dropped[:] = before.dropped
-            for source, values in [*before.shown().items()][:MAX_NAMES]:
-                if (words := self.words(source)) is not None:
-                    words[:] = values
+        if predecessor is not None:
+            predecessor.set_exited()
+            self.dropped[:] = predecessor.dropped
+            for key, inherited in [*predecessor.exposed().items()][:MAX_NAMES]:
+                if (values := self.values(key)) is not None:
+                    values[:] = inherited
 
     def set_exited(self) -> None:
-        """Record that the worker has exited: its gauges are no longer shown."""
+        """Record that the worker has exited: its gauges are no longer exposed."""
         self._exited = True
 
-    def shown(self) -> dict[Source, memoryview[float]]:
-        """Return the values of the exposed sources."""
+    def exposed(self) -> dict[MetricKey, memoryview[float]]:
+        """Return the values of the exposed metrics."""
         exited = self._exited
         return {
-            source: words for source, words in self.sources().items() if not (exited and source.type.kind is Kind.GAUGE)
+            key: values for key, values in self.values_by_key().items() if not (exited and key.type.kind is Kind.GAUGE)
         }
 
 
-class WorkerMetrics:
+class WorkerCollector:
     """The series of this node's workers, as a prometheus_client collector."""
 
     def __init__(self) -> None:
@@ -85,30 +85,30 @@ class WorkerMetrics:
 
         If the regions cannot be allocated, the workers have no metrics. ``ranks`` maps local ranks to global ranks.
         """
-        before = {worker.rank: worker for worker in self._workers.values()}
+        predecessors = {worker.rank: worker for worker in self._workers.values()}
         # A rank keeps its counters. A rank that is new on this node continues those of a rank that has left.
-        left = sorted(before.keys() - set(ranks.values()))
-        heirs = dict(zip(sorted(set(ranks.values()) - before.keys()), left, strict=False))
+        left = sorted(predecessors.keys() - set(ranks.values()))
+        successors = dict(zip(sorted(set(ranks.values()) - predecessors.keys()), left, strict=False))
         with self._lock:
             try:
                 self._workers = {
-                    local_rank: WorkerMetricMemory(rank, before.get(heirs.get(rank, rank)))
+                    local_rank: WorkerMetricMemory(rank, predecessors.get(successors.get(rank, rank)))
                     for local_rank, rank in ranks.items()
                 }
             except OSError as error:
                 self._workers = {}
                 if not self._logged_error:
                     self._logged_error = True
-                    _log.warning("/metrics does not show the metrics of workers: no memory for them (%s).", error)
+                    logger.warning("/metrics does not show the metrics of workers: no memory for them (%s).", error)
         return self._workers
 
     def collect(self) -> Iterable[Metric]:
         """Return the families with their current values; a registry calls this at each scrape, from any thread."""
-        from torchelastic.metrics.prometheus import families_of, shown  # not needed to start a worker
+        from torchelastic.metrics.prometheus import exposed, families_of  # not needed to start a worker
 
         with self._lock:
             return families_of(
                 each
                 for worker in self._workers.values()
-                for each in shown(worker.shown(), worker.dropped, self._names, rank=str(worker.rank))
+                for each in exposed(worker.exposed(), worker.dropped, self._names, rank=str(worker.rank))
             )

@@ -102,7 +102,7 @@ class TimeBreakdown(_Record, frozen=True):
         round: the number of the round at that time.
         first_step_at: when the program began its first step in that round; 0 if unknown.
         last_checkpoint_at: when the write of the last checkpoint of that round began; 0 if unknown.
-        joined: number of nodes that joined a round, including the first one.
+        nodes_joined: number of nodes that joined a round, including the first one.
         departures: number of members of a round that were not in the next round, by reason.
         present: in a round without members, the members of the previous round that are still present.
     """
@@ -114,7 +114,7 @@ class TimeBreakdown(_Record, frozen=True):
     round: Number = 0
     first_step_at: Time = 0.0
     last_checkpoint_at: Time = 0.0
-    joined: Count = 0
+    nodes_joined: Count = 0
     departures: dict[DepartureReason, Count] = msgspec.field(default_factory=dict)
     present: tuple[_Name, ...] = ()
 
@@ -272,14 +272,14 @@ class NoticeRecord(VersionedRecord, frozen=True):
 
     Attributes:
         round: the number of the round that ends.
-        serial: the number of the notice in the run, from 1; never decreases.
+        number: the number of the notice in the run, from 1; never decreases.
         seconds: the maximum time that the next round waits; 0 withdraws the notice.
         reason: why the round is replaced, in one word.
         cause: the reason as a sentence.
     """
 
     round: Number
-    serial: Number
+    number: Number
     seconds: Seconds = 0.0
     reason: RoundReason = RoundReason.RESIZED
     cause: Sentence = ""
@@ -346,7 +346,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         size: the size with which the node was started.
         peer_port: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
         tcp_store_port: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
-        joined: the store's revision when the node first joined, which defines its seniority; 0 if not yet known.
+        joined_revision: the store's revision when the node first joined, which defines its seniority; 0 if unknown.
         phase: the node's progress in ``round``.
         round: the highest round number that the node has seen.
         restarts: the highest number of charged failures that the node has seen.
@@ -356,7 +356,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         topology_key: nodes with the same key, such as a host, get consecutive ranks; empty for none.
         node_rank: the node's place among the nodes of a round (``--node-rank``); None for a place after them.
         notice: seconds of notice that the workers in ``round`` ask for before a planned change; 0 for none.
-        answered_notice: the serial of the last notice that all workers have answered.
+        answered_notice: the number of the last notice that all workers have answered.
         first_step_at: when the program began its first step in ``round``, in seconds since the Unix epoch; 0 if
             unknown. Reported by rank 0.
         has_stepped: whether the program has completed a step in ``round``. Reported by rank 0.
@@ -370,7 +370,7 @@ class NodeRecord(VersionedRecord, frozen=True):
     size: SizeRecord
     peer_port: Count = 0
     tcp_store_port: Count = 0
-    joined: Number = 0
+    joined_revision: Number = 0
     phase: NodePhase = NodePhase.READY
     round: _KnownNumber = 0
     restarts: Count = 0

@@ -1,6 +1,6 @@
 """The protocol between a worker and its agent: variables of the worker's environment, and lines of JSON on a socket.
 
-A process of a worker connects to the agent's Unix socket and sends an :class:`Introduction`. With ``check_timeout``,
+A process of a worker connects to the agent's Unix socket and sends a :class:`Hello`. With ``check_timeout``,
 the agent answers with a :class:`RoundAnswer` and closes the connection. Otherwise, the process sends any number of
 :class:`WorkerMessage`, and the agent sends a :class:`NoticeMessage` for each notice.
 """
@@ -50,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     pass
 
 
-class Introduction(_Message, frozen=True):
+class Hello(_Message, frozen=True):
     """The first message of a process.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 Such a launcher stops its workers, calls :meth:`~ElasticRendezvousHandler.next_rendezvous` and starts new workers, so a
 round may be over before all its nodes have called. Therefore the nodes of a round also synchronize in its TCPStore. A
-compare-and-swap writes one verdict to the TCPStore: all nodes have arrived, or a node has received a later round.
+compare-and-swap writes one result to the TCPStore: all nodes have arrived, or a node has received a later round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torchelastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 from torchelastic.rendezvous.node import Partitioned, RendezvousNode, RoundStarted, failure_of_node
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.api import split_endpoint
 from torchelastic.store.client import connect_within
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_LIMIT: Final = 1_000_000
+UNLIMITED: Final = 1_000_000
 """A limit that no run reaches."""
 
 OUTCOME_TIMEOUT: Final = 10.0
@@ -71,12 +71,12 @@ _TCP_STORE_TIMEOUT: Final = dt.timedelta(seconds=60)
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=3)
 _POLL_INTERVAL: Final = 0.02
 _MIN_POLL_INTERVAL: Final = 0.001
-_LOST_AFTER: Final = 15.0
+_BARRIER_TIMEOUT: Final = 15.0
 """Seconds after which a node that cannot meet the others of its round reports a failure."""
 
-# Keys of a round's TCPStore, and the verdicts.
-_ARRIVED, _ARRIVED_ALL = "torchelastic/arrived", "torchelastic/arrived all"
-_CONFIRMED, _VERDICT = "torchelastic/confirmed", "torchelastic/verdict"
+# Keys of a round's TCPStore, and the results of the barrier.
+_ARRIVED, _ALL_ARRIVED = "torchelastic/arrived", "torchelastic/all arrived"
+_CONFIRMED, _BARRIER_RESULT = "torchelastic/confirmed", "torchelastic/barrier result"
 _ALL, _LATER = "all have come", "a later round has come"
 
 
@@ -85,17 +85,17 @@ class _Status:
     """The status of a node.
 
     Attributes:
-        serial: the number of rounds that the node has received; unlike a round's number, it never repeats.
+        rounds: the number of rounds that the node has received; unlike a round's number, it never repeats.
         record: the last round.
-        server: the server of the round's TCPStore, if this node serves it.
+        tcp_store_server: the server of the round's TCPStore, if this node serves it.
         partitioned: whether the node reaches neither store nor peers, and must not train before the next round.
         outcome: the outcome of the run.
         error: why the node cannot continue.
     """
 
-    serial: int = 0
+    rounds: int = 0
     record: RoundRecord = field(default_factory=lambda: RoundRecord(number=0))
-    server: TCPStore | None = None
+    tcp_store_server: TCPStore | None = None
     partitioned: bool = False
     outcome: OutcomeRecord | None = None
     error: BaseException | None = None
@@ -135,8 +135,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._changed = threading.Condition()
         self._returned: _Status | None = None
         self._since = 0.0
-        # The previous store serves workers of nodes that have not received the new round yet.
-        self._stores: deque[TCPStore] = deque(maxlen=2)
+        # The previous TCPStore serves workers of nodes that have not received the new round yet.
+        self._tcp_stores: deque[TCPStore] = deque(maxlen=2)
         self._closed = False
         self._leaves = False
         self._is_waiting = False
@@ -173,13 +173,13 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def _next_round(self) -> RendezvousInfo:
         seen = 0
         if self._returned is not None:
-            seen = self._returned.serial
+            seen = self._returned.rounds
             self._report_failure(self._returned, "its workers have failed or were stopped", FailureKind.PROGRAM)
         while True:
             status = self._wait_for_round_after(seen)
-            seen = status.serial
-            if self._node_id in status.record.nodes and (store := self._meet(status)) is not None:
-                return self._info(status, store)
+            seen = status.rounds
+            if self._node_id in status.record.nodes and (tcp_store := self._barrier(status)) is not None:
+                return self._info(status, tcp_store)
 
     def num_nodes_waiting(self) -> int:
         """Return the number of waiting nodes, or 1 if the round is about to change for another reason.
@@ -199,7 +199,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     def has_lost_members(self) -> bool:
         """Return whether a member of the round that :meth:`next_rendezvous` has returned is gone or has failed."""
         status, returned = self._status, self._returned
-        return returned is not None and status.serial > returned.serial and _ends(returned.record, status.record)
+        return returned is not None and status.rounds > returned.rounds and _ends(returned.record, status.record)
 
     def is_closed(self) -> bool:
         """Return whether the run has ended, or this node has left it."""
@@ -227,19 +227,19 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Always True: workers use the round's own store."""
+        """Always True: workers use the round's own TCPStore."""
         return True
 
     # -- joining
 
-    def _wait_for_round_after(self, serial: int, *, timeout: float | None = None) -> _Status:
-        """Wait for a round after this serial, or for the timeout; return the last status; raise if the run is over."""
+    def _wait_for_round_after(self, rounds: int, *, timeout: float | None = None) -> _Status:
+        """Wait for a round after this number, or for the timeout; return the last status; raise if the run is over."""
 
         def is_later() -> bool:
             status = self._status
             if status.outcome is not None or status.error is not None:
                 raise self._why_ended(status)
-            return status.serial > serial
+            return status.rounds > rounds
 
         with self._changed:
             self._changed.wait_for(is_later, timeout)
@@ -247,7 +247,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _is_over(self, status: _Status, *, timeout: float = 0.0) -> bool:
         """Return whether a later round has started, or starts within the timeout; raise if there is no next round."""
-        return self._wait_for_round_after(status.serial, timeout=timeout).serial > status.serial
+        return self._wait_for_round_after(status.rounds, timeout=timeout).rounds > status.rounds
 
     def _why_ended(self, status: _Status) -> RendezvousError:
         outcome = status.outcome
@@ -261,21 +261,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return RendezvousTimeoutError(outcome.message)
         return RendezvousClosedError(f"The run has failed: {outcome.message}")
 
-    def _meet(self, status: _Status) -> TCPStore | None:
+    def _barrier(self, status: _Status) -> TCPStore | None:
         """Return the round's TCPStore after all its nodes have arrived; None if a later round starts first."""
         from torch.distributed import DistError
 
         try:
-            store = status.server or self._connected(status)
-            if store is None:
+            tcp_store = status.tcp_store_server or self._connected(status)
+            if tcp_store is None:
                 return None
-            self._stores.append(store)
-            if self._all_arrived(store, status):
-                return store
+            self._tcp_stores.append(tcp_store)
+            if self._all_arrived(tcp_store, status):
+                return tcp_store
             why = "not all nodes have arrived at the round"
         except (OSError, DistError) as error:
             why = f"the round's TCPStore cannot be reached: {error}".partition("\n")[0]
-        if not self._is_over(status, timeout=_LOST_AFTER):
+        if not self._is_over(status, timeout=_BARRIER_TIMEOUT):
             self._report_failure(status, why, FailureKind.COMMUNICATION)
         return None
 
@@ -284,60 +284,60 @@ class ElasticRendezvousHandler(RendezvousHandler):
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
         host, port = split_endpoint(status.record.tcp_store)
-        deadline = time.monotonic() + _LOST_AFTER
+        deadline = time.monotonic() + _BARRIER_TIMEOUT
         while True:
             # torch would retry for a long time without noticing a later round, so connect only if the port is open.
             try:
                 socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT.total_seconds()).close()
-                store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
+                tcp_store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
             except (OSError, DistError):
                 if self._is_over(status, timeout=_POLL_INTERVAL):
                     return None
                 if time.monotonic() > deadline:
                     raise
             else:
-                store.set_timeout(_TCP_STORE_TIMEOUT)
-                return store
+                tcp_store.set_timeout(_TCP_STORE_TIMEOUT)
+                return tcp_store
 
-    def _all_arrived(self, store: TCPStore, status: _Status) -> bool:
+    def _all_arrived(self, tcp_store: TCPStore, status: _Status) -> bool:
         """Wait until all nodes of a round have arrived; return False if a node leaves or receives a later round first.
 
         Nodes arrive in two steps: a node that exits while it waits for the last node does not take the second step.
         """
 
         def veto() -> bytes:
-            verdict: bytes = store.compare_set(_VERDICT, "", _LATER)
-            return verdict
+            result: bytes = tcp_store.compare_set(_BARRIER_RESULT, "", _LATER)
+            return result
 
         nodes = len(status.record.members)
         try:
-            for step, over in ((_ARRIVED, _ARRIVED_ALL), (_CONFIRMED, _VERDICT)):
-                if store.add(step, 1) == nodes:
-                    store.compare_set(over, "", _ALL)
+            for step, over in ((_ARRIVED, _ALL_ARRIVED), (_CONFIRMED, _BARRIER_RESULT)):
+                if tcp_store.add(step, 1) == nodes:
+                    tcp_store.compare_set(over, "", _ALL)
                 interval = _MIN_POLL_INTERVAL  # the last node usually arrives soon
-                while not (store.check([over]) or store.check([_VERDICT])):
+                while not (tcp_store.check([over]) or tcp_store.check([_BARRIER_RESULT])):
                     if self._is_over(status, timeout=interval):
                         veto()
                     interval = min(2 * interval, _POLL_INTERVAL)
-            verdict: bytes = store.get(_VERDICT)
+            result: bytes = tcp_store.get(_BARRIER_RESULT)
         except RendezvousError:  # this node leaves, so the others must not wait for it unless all have arrived
-            verdict = veto()
-            if verdict.decode() != _ALL:
+            result = veto()
+            if result.decode() != _ALL:
                 raise
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 veto()
             raise
-        return verdict.decode() == _ALL
+        return result.decode() == _ALL
 
-    def _info(self, status: _Status, store: TCPStore) -> RendezvousInfo:
+    def _info(self, status: _Status, tcp_store: TCPStore) -> RendezvousInfo:
         from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
         self._returned = status
         self._since = time.monotonic()
         os.environ["TORCHELASTIC_ROUND"] = str(status.record.number)  # workers inherit it from the agent
         return RendezvousInfo(
-            store=store,
+            store=tcp_store,
             rank=status.record.nodes.index(self._node_id),
             world_size=len(status.record.members),
             bootstrap_store_info=RendezvousStoreInfo(*split_endpoint(status.record.tcp_store)),
@@ -346,7 +346,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
     # -- leaving
 
     def _report_failure(self, status: _Status, message: str, kind: FailureKind) -> None:
-        if self._status.serial != status.serial or self._status.partitioned:
+        if self._status.rounds != status.rounds or self._status.partitioned:
             return
         failure = failure_of_node(status.record, self._node_id, message=message, kind=kind, began=self._since)
         self._call(lambda: self._node.report(status.record.number, failure=failure))
@@ -364,17 +364,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._leaves = self._status.outcome is None
         self._call(self._participation.cancel)
         thread.join(_STOP_TIMEOUT)
-        self._stores.clear()
+        self._tcp_stores.clear()
 
     # -- the thread
 
     def _start(self) -> None:
         self._node_id = f"{self.settings.node_name}.{secrets.token_hex(4)}"
-        self._status = _Status(serial=self._status.serial)
+        self._status = _Status(rounds=self._status.rounds)
         self._returned = None
         self._is_late = self._leaves = False
         self._loop = asyncio.new_event_loop()
-        self._participation = self._loop.create_task(self._take_part())
+        self._participation = self._loop.create_task(self._participate())
         thread = threading.Thread(target=self._run, name="torchelastic: rendezvous", daemon=True)
         thread.start()
         self._thread = thread
@@ -401,7 +401,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._status = dataclasses.replace(self._status, **changes)
             self._changed.notify_all()
 
-    async def _take_part(self) -> None:
+    async def _participate(self) -> None:
         settings = self.settings
         async with contextlib.AsyncExitStack() as stack:
             store = await connect_within(settings.rendezvous.join_timeout, settings.store)
@@ -435,11 +435,12 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     logger.info("round %d: %s", record.number, record.cause)
                     if (returned := self._returned) is not None and _ends(returned.record, record):
                         self._on_loss()
-                    server = None
+                    tcp_store_server = None
                     if listener is not None:
                         with listener:  # closes it if this task is cancelled before the thread starts
-                            server = await asyncio.to_thread(_serve, listener)
-                    self._update(serial=self._status.serial + 1, record=record, server=server, partitioned=False)
+                            tcp_store_server = await asyncio.to_thread(_serve, listener)
+                    rounds = self._status.rounds + 1
+                    self._update(rounds=rounds, record=record, tcp_store_server=tcp_store_server, partitioned=False)
                     if record.members:
                         node.history.workers_started()  # approximately now
                     if self._arrival_timeout is not None and not self._is_waiting:
@@ -476,8 +477,8 @@ def _settings_of(parameters: RendezvousParameters) -> NodeSettings:
         "nnodes": f"{parameters.min_nodes}:{parameters.max_nodes}",
         "local-addr": parameters.local_addr,
         # The caller counts restarts itself.
-        "max-restarts": f"{NO_LIMIT}",
-        "crash_loop_limit": f"{NO_LIMIT}",
+        "max-restarts": f"{UNLIMITED}",
+        "crash_loop_limit": f"{UNLIMITED}",
     }
     # torchrun adds the rank for its own handlers.
     conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])

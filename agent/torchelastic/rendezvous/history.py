@@ -31,14 +31,14 @@ from torchelastic.protocol.records import (
     RunState,
     TimeBreakdown,
 )
-from torchelastic.rendezvous.run_state import ChangeSignal
+from torchelastic.rendezvous.run_watch import ChangeSignal
 from torchelastic.store.client import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torchelastic.protocol.records import NodeRecord, RoundRecord
-    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.rendezvous.run_watch import RunWatch
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ class History:
             round=record.number,
             first_step_at=0.0,
             last_checkpoint_at=0.0,
-            joined=min(breakdown.joined + len(nodes - before.nodes), COUNT_LIMIT),
+            nodes_joined=min(breakdown.nodes_joined + len(nodes - before.nodes), COUNT_LIMIT),
             departures={end: min(count, COUNT_LIMIT) for end, count in departures.items()},
             present=present,
         )
@@ -248,7 +248,7 @@ class History:
             round=max(times.number, base.round),
             first_step_at=times.first_step,
             last_checkpoint_at=times.last_checkpoint,
-            joined=base.joined,
+            nodes_joined=base.nodes_joined,
             departures=dict(base.departures),
         )
 
@@ -351,7 +351,7 @@ class HistoryWriter:
         has_read: whether this node has read the previous leader's history, as far as it is readable.
     """
 
-    def __init__(self, history: History, run: RunStateWatch) -> None:
+    def __init__(self, history: History, run: RunWatch) -> None:
         self.has_read = False
         self._history = history
         self._run = run
@@ -409,7 +409,7 @@ class HistoryWriter:
             self._written = history
 
 
-async def read_imports(run: RunStateWatch) -> tuple[str, ...]:
+async def read_imports(run: RunWatch) -> tuple[str, ...]:
     """Return the installed modules that the run's workers import, as far as the store has them now."""
     with suppress(StoreUnavailable):
         record = _decoded(await run.store.get(run.keys.history), HistoryRecord)

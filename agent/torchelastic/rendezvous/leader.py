@@ -30,10 +30,10 @@ from torchelastic.protocol.records import (
 )
 from torchelastic.rendezvous.history import HistoryWriter
 from torchelastic.rendezvous.leader_election import Candidacy
-from torchelastic.rendezvous.peer_connection import PROBE_TIMEOUT, Verdict, probe
+from torchelastic.rendezvous.peer_connection import PROBE_TIMEOUT, ProbeResult, probe
 from torchelastic.rendezvous.policy.membership import Membership
 from torchelastic.rendezvous.policy.plan import Decision, Hold, plan
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.api import Listing
 from torchelastic.store.client import Backoff, follow_forever
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.leader_election import LeaderElection
     from torchelastic.rendezvous.peer_connection import PeerServer
     from torchelastic.rendezvous.policy.membership import Peer
-    from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
+    from torchelastic.rendezvous.run_watch import RunWatch, Versioned
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Leader:
         history_writer: reads and writes the history of the run.
     """
 
-    def __init__(self, run: RunStateWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
+    def __init__(self, run: RunWatch, election: LeaderElection, server: PeerServer, history: History) -> None:
         self.history_writer = HistoryWriter(history, run)
         self.membership = Membership(run.settings.size, changed_at=self._now())
         if election.dead_leader is not None:
@@ -122,7 +122,7 @@ class Leader:
 
     async def _follow_nodes(self, listings: int) -> None:
         nodes = self._run.keys.nodes
-        # RunStateWatch logs that the store is unreachable.
+        # RunWatch logs that the store is unreachable.
         async with aclosing(follow_forever(self._run.store, nodes, lost=lambda _: None)) as news:
             async for batch in news:
                 if isinstance(batch, Listing):
@@ -176,7 +176,7 @@ class Leader:
         probes = [asyncio.create_task(self._probe(peer, within)) for peer in connected]
         try:
             for each in asyncio.as_completed(probes):
-                if await each is Verdict.ALIVE:
+                if await each is ProbeResult.ALIVE:
                     return True
             return False
         finally:
@@ -196,7 +196,7 @@ class Leader:
             if peer is None or peer.answers:
                 return
             # A refusal means death only if connections are known to work in this network.
-            refused = self._connections_work and await self._probe(peer) is Verdict.DEAD
+            refused = self._connections_work and await self._probe(peer) is ProbeResult.DEAD
             if refused and not self._server.is_connected(node):
                 logger.info("%s is dead: it refuses a connection", node)
                 self._note_dead(node)
@@ -216,7 +216,7 @@ class Leader:
     async def _after_loss(self, peer: Peer) -> None:
         backoff = Backoff()
         while peer.id in self.membership.peers and not self._server.is_connected(peer.id):
-            if await self._probe(peer) is Verdict.DEAD:
+            if await self._probe(peer) is ProbeResult.DEAD:
                 if not self.membership.is_departure_expected(peer.id):
                     logger.info("%s is dead: its connection was lost and it refuses a new one", peer.id)
                 self._note_dead(peer.id)
@@ -227,7 +227,7 @@ class Leader:
         """Probe a node without a key until it has a key again or does not answer."""
         while peer.id in self.membership.expired:
             within = self._election.expiry_probe_timeout
-            if peer.id != self._run.node and await self._probe(peer, within) is not Verdict.ALIVE:
+            if peer.id != self._run.node and await self._probe(peer, within) is not ProbeResult.ALIVE:
                 self.membership.expired.pop(peer.id, None)
                 self._run.changed.send()
                 return
@@ -241,7 +241,7 @@ class Leader:
         self.membership.dead.add(node)
         self._run.changed.send()
 
-    async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> Verdict:
+    async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> ProbeResult:
         address = f"{bracketed(peer.record.address)}:{peer.record.peer_port}"
         run = self._run
         return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)
@@ -335,12 +335,12 @@ class Leader:
                 round = self._history.with_breakdown(round, self._end_of)
                 if not round.nonce:
                     round = msgspec.structs.replace(round, nonce=secrets.token_hex(8))
-                committed = await self._commit(keys.state, StateRecord(round), run.state.modified)
+                committed = await self._commit(keys.state, StateRecord(round), run.state.mod_revision)
                 if committed:
                     self.history_writer.notify(rewrite=True)
                 return committed
             case NoticeRecord() as notice:
-                return await self._commit(keys.notice, notice, run.notice.modified)
+                return await self._commit(keys.notice, notice, run.notice.mod_revision)
             case OutcomeRecord() as outcome:
                 return await self._commit_outcome(outcome, run.state)
             case _:
@@ -350,14 +350,14 @@ class Leader:
 
     async def _commit_outcome(self, outcome: OutcomeRecord, decided_on: Versioned[StateRecord]) -> bool:
         entry = await self._run.store.get(self._run.keys.leader)
-        if entry is None or entry.modified != self._run.leader.modified:
+        if entry is None or entry.mod_revision != self._run.leader.mod_revision:
             return False  # this node was paused, and may have decided on an old state
         self._history.end(succeeded=outcome.state is OutcomeState.SUCCEEDED)
         # Write the history first, for readers of the outcome; if that fails, the run ends anyway.
         with suppress(StoreUnavailable):
             await self.history_writer.write()
         state = StateRecord(None if decided_on.record is None else decided_on.record.round, outcome)
-        return await self._commit(self._run.keys.state, state, decided_on.modified)
+        return await self._commit(self._run.keys.state, state, decided_on.mod_revision)
 
     async def _commit(self, key: str, record: msgspec.Struct, expected: int) -> bool:
         """Write a record if the key still has the expected revision; return whether it was written."""

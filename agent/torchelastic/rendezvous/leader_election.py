@@ -24,15 +24,15 @@ from torchelastic.protocol.records import PROTOCOL_VERSION, LeaderRecord
 from torchelastic.rendezvous.peer_connection import (
     FINAL_PROBE_TIMEOUT,
     PROBE_TIMEOUT,
-    Verdict,
+    ProbeResult,
     hold_connection,
     probe,
 )
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.client import Backoff
 
 if TYPE_CHECKING:
-    from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch
+    from torchelastic.rendezvous.run_watch import NodeRegistration, RunWatch
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class LeaderElection:
             alive; None if this node did not.
     """
 
-    def __init__(self, run: RunStateWatch, registration: NodeRegistration, address: str) -> None:
+    def __init__(self, run: RunWatch, registration: NodeRegistration, address: str) -> None:
         self.candidacy = Candidacy.ACTIVE
         self.connected = False
         self.last_connected: str | None = None
@@ -174,7 +174,7 @@ class LeaderElection:
             revision = await self._run.store.compare_and_swap(
                 self._run.keys.leader,
                 encode(record),
-                expected=self._run.leader.modified,
+                expected=self._run.leader.mod_revision,
                 lease=self._registration.lease,
             )
         except (StoreUnavailable, LeaseLost):
@@ -214,7 +214,7 @@ class LeaderElection:
         if leader.record is not None and leader.record.node == self._node:
             # The vacant record outlives this node's lease, so that later nodes see that the leader resigned.
             key = self._run.keys.leader
-            swap = self._run.run_lease.compare_and_swap(key, encode(_VACANT), expected=leader.modified)
+            swap = self._run.run_lease.compare_and_swap(key, encode(_VACANT), expected=leader.mod_revision)
             if (revision := await swap) is not None:
                 self._run.note(key, _VACANT, revision)
 
@@ -235,13 +235,13 @@ class LeaderElection:
                 self._warned_of = leader.node
                 version = other_version(leader.protocol)
                 logger.warning("%s leads, and this node cannot take part: %s", leader.node, version)
-            verdict = await self._hold(leader)
-            if verdict is Verdict.DEAD and self.last_connected == leader.node:
+            result = await self._hold(leader)
+            if result is ProbeResult.DEAD and self.last_connected == leader.node:
                 if self._run.outcome is None:
                     logger.info("the leader %s is dead: it refuses a connection", leader.node)
                 self.dead_leader = leader.node
                 changed.send()
-            elif verdict is not None:
+            elif result is not None:
                 # A leader that refuses the first connection may be alive: the network may block connections.
                 await backoff.wait()
 
@@ -251,15 +251,15 @@ class LeaderElection:
         if leader is None or not self.connected:
             return False
         run_id = self._run.settings.run_id
-        verdict = await probe(leader.address, run=run_id, node=self._node, peer=leader.node, timeout=within)
-        return verdict is Verdict.ALIVE
+        result = await probe(leader.address, run=run_id, node=self._node, peer=leader.node, timeout=within)
+        return result is ProbeResult.ALIVE
 
     def _note_connection(self, leader: str, connected: bool) -> None:
         self.connected = connected
         self.last_connected = leader
 
-    async def _hold(self, leader: LeaderRecord) -> Verdict | None:
-        """Hold one connection until it is lost; return the verdict on the leader, or None if it is replaced first."""
+    async def _hold(self, leader: LeaderRecord) -> ProbeResult | None:
+        """Hold one connection to the leader until it is lost; return a probe's result; None for a new leader."""
         run_id, observer = self._run.settings.run_id, self._note_connection
         holding = asyncio.create_task(
             hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=observer)

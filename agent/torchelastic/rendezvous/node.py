@@ -34,7 +34,7 @@ from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
 from torchelastic.rendezvous.peer_connection import FINAL_PROBE_TIMEOUT, PeerServer
-from torchelastic.rendezvous.run_state import NodeRegistration, RunStateWatch, cancel, remove_finished_run
+from torchelastic.rendezvous.run_watch import NodeRegistration, RunWatch, cancel, remove_finished_run
 from torchelastic.store.client import RETRY_MIN, NodeStore, within
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ Event = RoundStarted | NoticeRecord | OutcomeRecord | Partitioned
 """An event of the rendezvous.
 
 A notice means that the current round is about to change, and that this node is a member. When all workers that asked
-for notice have answered, the receiver calls ``report(round, answered_notice=serial)``.
+for notice have answered, the receiver calls ``report(round, answered_notice=number)``.
 """
 
 
@@ -133,7 +133,7 @@ def failure_of_node(round: RoundRecord, node: str, *, message: str, kind: Failur
     )
 
 
-class StorePortOffer:
+class TCPStorePort:
     """The port on which this node offers to serve the TCPStore of the next round.
 
     Each offer is for one round. If the run's store may have lost a round that used the port, :meth:`renew` offers
@@ -216,24 +216,24 @@ class RendezvousNode:
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.history = History(None, settings.resume.time_breakdown) if history is None else history
         self._settings = settings
-        self.run = RunStateWatch(node, settings, cast("Store", NodeStore(store, answered)))
-        self._offer = StorePortOffer(record.address, settings.ports)
+        self.run = RunWatch(node, settings, cast("Store", NodeStore(store, answered)))
+        self._tcp_store_port = TCPStorePort(record.address, settings.ports)
         try:
             listener = listen(record.address, settings.ports)
         except BaseException:
-            self._offer.close()
+            self._tcp_store_port.close()
             raise
         self.server = PeerServer(run=settings.run_id, node=node, listener=listener)
         resume = settings.resume
         record = msgspec.structs.replace(
             record,
             peer_port=self.server.port,
-            tcp_store_port=self._offer.port,
+            tcp_store_port=self._tcp_store_port.port,
             round=resume.round,
             restarts=resume.restarts,
             uncharged_restarts=resume.uncharged_restarts,
         )
-        self.registration = NodeRegistration(self.run, record, self._offer.renew)
+        self.registration = NodeRegistration(self.run, record, self._tcp_store_port.renew)
         address = f"{bracketed(record.address)}:{self.server.port}"
         self.election = LeaderElection(self.run, self.registration, address)
         self.leader: Leader | None = None
@@ -249,7 +249,7 @@ class RendezvousNode:
         except BaseException:
             await self._close_sockets()
             raise
-        self.failed = asyncio.create_task(self._take_part())
+        self.failed = asyncio.create_task(self._participate())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -282,7 +282,7 @@ class RendezvousNode:
 
     async def _close_sockets(self) -> None:
         await self.server.close()
-        self._offer.close()
+        self._tcp_store_port.close()
         while not self.events.empty():
             event = self.events.get_nowait()
             if isinstance(event, RoundStarted) and event.tcp_store_listener is not None:
@@ -360,7 +360,7 @@ class RendezvousNode:
 
     # -- the run
 
-    async def _take_part(self) -> None:
+    async def _participate(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.registration.run())
             tasks.create_task(self.run.follow())
@@ -375,9 +375,9 @@ class RendezvousNode:
         changed = self.run.changed
         while True:
             seen = changed.count
-            if self.run.restored:
-                self.run.restored = False
-                self.registration.update(tcp_store_port=self._offer.renew())
+            if self.run.data_lost:
+                self.run.data_lost = False
+                self.registration.update(tcp_store_port=self._tcp_store_port.renew())
             round, accepted = self.run.round, self.run.accepted_round
             # Another round with the same number: the store lost the accepted one, and the leader did not know it.
             if round is not None and (accepted is None or (round.number >= accepted.number and round != accepted)):
@@ -392,14 +392,14 @@ class RendezvousNode:
             await changed.after(seen)
 
     def _emit_round(self, round: RoundRecord) -> None:
-        listener = self._offer.take(round, is_member=self.node in round.nodes)
+        listener = self._tcp_store_port.take(round, is_member=self.node in round.nodes)
         self.events.put_nowait(RoundStarted(round, listener))
         record = self.registration.record
         self.registration.update(
             round=round.number,
             restarts=max(round.restarts, record.restarts),
             uncharged_restarts=max(round.uncharged_restarts, record.uncharged_restarts),
-            tcp_store_port=self._offer.port,
+            tcp_store_port=self._tcp_store_port.port,
             phase=NodePhase.LEAVING if self._leaving else NodePhase.READY,
             failure=None,
             notice=0.0,

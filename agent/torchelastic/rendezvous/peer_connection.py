@@ -24,7 +24,7 @@ import msgspec
 
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol.codec import decode, encode
-from torchelastic.rendezvous.run_state import cancel
+from torchelastic.rendezvous.run_watch import cancel
 
 LINE_LIMIT: Final = 2048
 """Maximum length of a line in bytes; a longer line closes the connection."""
@@ -34,7 +34,7 @@ DIGEST_BYTES: Final = 16
 ACCEPT_DELAY: Final = 1.0
 """Seconds until connections are accepted again after the process had no free file descriptor."""
 
-GREETING_TIMEOUT: Final = 2.0
+HELLO_TIMEOUT: Final = 2.0
 """Seconds for the other side to send its line."""
 
 NO_ANSWER_TIMEOUT: Final = 3
@@ -47,18 +47,18 @@ FINAL_PROBE_TIMEOUT: Final = 2.0
 """Seconds after which a node that gives no answer is dead; busy hosts answer late. Callers limit them to the lease."""
 
 
-class _Greeting(msgspec.Struct, frozen=True, omit_defaults=True):
+class _Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     run: Annotated[str, msgspec.Meta(max_length=2 * DIGEST_BYTES)]
     node: Annotated[str, msgspec.Meta(max_length=270)]
     stay: bool = False
 
 
 def run_digest(run: str) -> str:
-    """Return the digest that identifies a run in greetings."""
+    """Return the digest that identifies a run in a hello."""
     return hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
 
 
-class Verdict(enum.Enum):
+class ProbeResult(enum.Enum):
     """The result of a probe."""
 
     ALIVE = "alive"
@@ -71,7 +71,7 @@ ConnectionObserver: TypeAlias = Callable[[str, bool], object]
 
 
 class PeerServer:
-    """Answers greetings of nodes of the same run, and notifies an observer of connections; closes the listener.
+    """Answers hellos of nodes of the same run, and notifies an observer of connections; closes the listener.
 
     Attributes:
         observer: called when a node connects, and when its last connection is lost.
@@ -79,7 +79,7 @@ class PeerServer:
 
     def __init__(self, *, run: str, node: str, listener: socket.socket) -> None:
         self.observer: ConnectionObserver = lambda *_: None
-        self._greeting = _Greeting(run=run_digest(run), node=node)
+        self._hello = _Hello(run=run_digest(run), node=node)
         self._connections: Counter[str] = Counter()
         self._listener = listener
         self._serving: set[asyncio.Task[None]] = set()
@@ -124,12 +124,12 @@ class PeerServer:
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
         try:
-            greeting = await _read_greeting(reader)
-            if greeting is None or greeting.run != self._greeting.run:
+            hello = await _read_hello(reader)
+            if hello is None or hello.run != self._hello.run:
                 return
-            writer.write(encode(self._greeting) + b"\n")
-            if greeting.stay:
-                await self._hold(greeting.node, reader, writer)
+            writer.write(encode(self._hello) + b"\n")
+            if hello.stay:
+                await self._hold(hello.node, reader, writer)
         except OSError:
             pass  # the peer has disconnected
         finally:
@@ -147,11 +147,11 @@ class PeerServer:
                 self.observer(node, False)
 
 
-async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> Verdict:
-    """Hold a connection to a peer's server until it is lost; then probe the peer and return the verdict."""
-    verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node, stay=True), peer)
+async def hold_connection(address: str, *, run: str, node: str, peer: str, observer: ConnectionObserver) -> ProbeResult:
+    """Hold a connection to a peer's server until it is lost; then probe the peer and return the result."""
+    result, streams = await _exchange_hellos(address, _Hello(run=run_digest(run), node=node, stay=True), peer)
     if streams is None:
-        return verdict
+        return result
     reader, writer = streams
     observer(peer, True)
     try:
@@ -162,44 +162,44 @@ async def hold_connection(address: str, *, run: str, node: str, peer: str, obser
     return await probe(address, run=run, node=node, peer=peer)
 
 
-async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> Verdict:  # noqa: ASYNC109
+async def probe(address: str, *, run: str, node: str, peer: str, timeout: float = PROBE_TIMEOUT) -> ProbeResult:  # noqa: ASYNC109
     """Connect to a peer's server; return whether the peer is alive, is dead, or does not answer in time."""
-    verdict, streams = await _greet(address, _Greeting(run=run_digest(run), node=node), peer, timeout)
+    result, streams = await _exchange_hellos(address, _Hello(run=run_digest(run), node=node), peer, timeout)
     if streams is not None:
         await _close(streams[1])
-    return verdict
+    return result
 
 
-async def _greet(
+async def _exchange_hellos(
     address: str,
-    greeting: _Greeting,
+    hello: _Hello,
     peer: str,
-    timeout: float = GREETING_TIMEOUT,  # noqa: ASYNC109
-) -> tuple[Verdict, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
+    timeout: float = HELLO_TIMEOUT,  # noqa: ASYNC109
+) -> tuple[ProbeResult, tuple[asyncio.StreamReader, asyncio.StreamWriter] | None]:
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(timeout), AsyncExitStack() as stack:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=LINE_LIMIT)
             stack.push_async_callback(_close, writer)
-            writer.write(encode(greeting) + b"\n")
-            answer = await _read_greeting(reader)
-            if answer is None or answer.run != greeting.run:
-                return Verdict.NO_ANSWER, None  # the answer shows nothing about the peer
+            writer.write(encode(hello) + b"\n")
+            answer = await _read_hello(reader)
+            if answer is None or answer.run != hello.run:
+                return ProbeResult.NO_ANSWER, None  # the answer shows nothing about the peer
             if answer.node != peer:
-                return Verdict.DEAD, None  # another node of this run has taken over the port
+                return ProbeResult.DEAD, None  # another node of this run has taken over the port
             stack.pop_all()
-            return Verdict.ALIVE, (reader, writer)
+            return ProbeResult.ALIVE, (reader, writer)
     except (ConnectionRefusedError, ConnectionResetError):
-        return Verdict.DEAD, None
+        return ProbeResult.DEAD, None
     except (OSError, TimeoutError, ValueError, OverflowError):  # the last two: an invalid address
-        return Verdict.NO_ANSWER, None
+        return ProbeResult.NO_ANSWER, None
 
 
-async def _read_greeting(reader: asyncio.StreamReader) -> _Greeting | None:
+async def _read_hello(reader: asyncio.StreamReader) -> _Hello | None:
     try:
-        async with asyncio.timeout(GREETING_TIMEOUT):
+        async with asyncio.timeout(HELLO_TIMEOUT):
             line = await reader.readuntil(b"\n")
-        return decode(line, _Greeting)
+        return decode(line, _Hello)
     except (MalformedRecord, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
         return None
 

@@ -114,14 +114,14 @@ class Entry:
     Attributes:
         key: the whole key.
         value: the value.
-        created: the revision at which the key was created.
-        modified: the revision of its last change; a compare-and-swap compares it.
+        create_revision: the revision at which the key was created.
+        mod_revision: the revision of its last change; a compare-and-swap compares it.
     """
 
     key: str
     value: bytes
-    created: int
-    modified: int
+    create_revision: int
+    mod_revision: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class EtcdV2Store:
         compare: dict[str, Any] = {"prevExist": False}
         if expected:
             node = await self._find(_path(key))
-            if node is None or self._entry(key, node).modified != expected:
+            if node is None or self._entry(key, node).mod_revision != expected:
                 return None
             compare = {"prevValue": node.text}
         try:
@@ -170,11 +170,11 @@ class EtcdV2Store:
                     node, removed = _node(answer), answer.action in _REMOVALS
                     if answer.dir and removed:
                         return  # the folder was deleted with all its keys
-                    start, key = node.modified + 1, _key(node.path)
+                    start, key = node.mod_revision + 1, _key(node.path)
                     if key is not None and key.startswith(prefix):
                         if removed:
                             self._revisions.pop(key, None)
-                        yield (Change(key, None if removed else self._entry(key, node), node.modified),)
+                        yield (Change(key, None if removed else self._entry(key, node), node.mod_revision),)
             except etcd.EtcdWatchTimedOut as quiet:
                 start = max(start, _index_of(quiet) + 1)
             except etcd.EtcdEventIndexCleared:
@@ -188,10 +188,10 @@ class EtcdV2Store:
     def _entry(self, key: str, node: _Node) -> Entry:
         """Return the entry, with the revision at which this client first saw the entry's stamp."""
         seen = self._revisions.setdefault(key, {})
-        revision = seen.setdefault(node.stamp or str(node.modified), node.modified)
+        revision = seen.setdefault(node.stamp or str(node.mod_revision), node.mod_revision)
         if len(seen) > _MAX_STAMPS:
             del seen[next(iter(seen))]
-        return Entry(key, node.value, node.created, revision)
+        return Entry(key, node.value, node.create_revision, revision)
 
     async def _find(self, path: str) -> _Node | None:
         try:
@@ -213,13 +213,13 @@ class EtcdV2Store:
         ttl = None if math.isinf(held.ttl) else _seconds(held.ends - time.monotonic())
         node = _node(await self._call("write", _path(key), text, ttl=ttl, **compare))
         held.texts[node.path] = text
-        return self._entry(key, node).modified
+        return self._entry(key, node).mod_revision
 
     async def _delete(self, path: str, **compare: Any) -> int:  # noqa: ANN401
         node = _node(await self._call("delete", path, **compare))
         for held in self._leases.values():
             held.texts.pop(path, None)
-        return node.modified
+        return node.mod_revision
 
     # Leases
 
@@ -351,8 +351,8 @@ class _Node(NamedTuple):
 
     path: str
     text: str
-    created: int
-    modified: int
+    create_revision: int
+    mod_revision: int
     stamp: str
     lease: int
     value: bytes
@@ -361,13 +361,13 @@ class _Node(NamedTuple):
 def _node(answer: Answer) -> _Node:
     node = (answer.key, answer.value or "", answer.createdIndex, answer.modifiedIndex)
     try:
-        path, text, created, modified = msgspec.convert(node, tuple[str, str, int, int])
+        path, text, create_revision, mod_revision = msgspec.convert(node, tuple[str, str, int, int])
     except msgspec.ValidationError as error:
         raise WrongApi(f"the server does not answer like etcd's API v2: {error}") from error
     if (stored := _STORED.fullmatch(text)) is None:
-        return _Node(path, text, created, modified, "", 0, text.encode("utf-8", "surrogatepass"))
+        return _Node(path, text, create_revision, mod_revision, "", 0, text.encode("utf-8", "surrogatepass"))
     value = stored["value"].encode("latin-1", "replace")
-    return _Node(path, text, created, modified, stored["stamp"], int(stored["lease"], 16), value)
+    return _Node(path, text, create_revision, mod_revision, stored["stamp"], int(stored["lease"], 16), value)
 
 
 def _text(value: bytes, lease: int) -> str:

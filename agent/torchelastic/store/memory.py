@@ -81,7 +81,7 @@ class MemoryStore:
 
     async def compare_and_swap(self, key: str, value: bytes | None, *, expected: int, lease: int = 0) -> int | None:
         entry = (await self._reached()).entries.get(key)
-        return self._write({key: value}, lease) if (entry.modified if entry else 0) == expected else None
+        return self._write({key: value}, lease) if (entry.mod_revision if entry else 0) == expected else None
 
     async def delete(self, key: str) -> None:
         if key in (await self._reached()).entries:
@@ -155,16 +155,16 @@ class MemoryStore:
         data = self._data
         if lease and lease not in data.leases:
             raise LeaseLost(f"lease {lease:x} has ended")
-        data.revision += 1
+        revision = data.revision = data.revision + 1
         changes: list[Change] = []
         for key, value in values.items():
             data.lease_of.pop(key, None)
             old, entry = data.entries.pop(key, None), None
             if value is not None:
-                entry = data.entries[key] = Entry(key, value, old.created if old else data.revision, data.revision)
+                entry = data.entries[key] = Entry(key, value, old.create_revision if old else revision, revision)
                 if lease:
                     data.lease_of[key] = lease
-            changes.append(Change(key, entry, data.revision))
+            changes.append(Change(key, entry, revision))
         for watch in data.watches:
             if news := tuple(change for change in changes if change.key.startswith(watch.prefix)):
                 watch.batches.put_nowait(news)

@@ -18,7 +18,7 @@ import msgspec
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
     WORKER_SOCKET,
-    Introduction,
+    Hello,
     NoticeMessage,
     WorkerMessage,
     encode_lines,
@@ -52,7 +52,7 @@ class AgentConnection:
                         self._sees_forks = True
                         os.register_at_fork(after_in_child=self._leave_to_parent)
                     self._socket = connect(os.environ.get(WORKER_SOCKET, ""), 0.0)
-                    lines = encode_lines(introduction()) + lines
+                    lines = encode_lines(hello()) + lines
                 # A message this short is sent completely or not at all.
                 return bool(self._socket.send(lines, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL))
             except BlockingIOError:  # the agent does not read, or is stopped
@@ -92,7 +92,7 @@ class AgentConnection:
         closed()
 
 
-AGENT: Final = AgentConnection()
+AGENT_CONNECTION: Final = AgentConnection()
 """The connection of this process."""
 
 
@@ -109,11 +109,11 @@ def run_in_thread(function: Callable[..., object], *arguments: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def introduction(check_timeout: float | None = None) -> Introduction:
+def hello(check_timeout: float | None = None) -> Hello:
     """Return the first message of this process to its agent."""
     values = [os.environ.get(name, "") for name in ("TORCHELASTIC_ROUND", "RANK")]
     number, rank = (int(text) if text.isdecimal() else 0 for text in values)
-    return Introduction(round=number, rank=rank, check_timeout=check_timeout)
+    return Hello(round=number, rank=rank, check_timeout=check_timeout)
 
 
 def connect(path: str, timeout: float) -> socket.socket:

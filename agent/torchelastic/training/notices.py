@@ -22,7 +22,7 @@ from torchelastic.protocol.worker import (
     encode_lines,
     is_worker,
 )
-from torchelastic.training.connection import AGENT, connect, introduction, run_in_thread
+from torchelastic.training.connection import AGENT_CONNECTION, connect, hello, run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ def is_round_current(timeout: float = 5.0) -> bool:
     try:
         with connect(path, timeout) as connection, connection.makefile("rb") as lines:
             # The agent answers shortly before the timeout.
-            connection.sendall(encode_lines(introduction(float(0.8 * min(timeout, _LONGEST)))))
+            connection.sendall(encode_lines(hello(float(0.8 * min(timeout, _LONGEST)))))
             return msgspec.json.decode(lines.readline(LINE_LIMIT), type=RoundAnswer).is_current
     except (OSError, ValueError):
         return False
@@ -109,8 +109,8 @@ class Notices:
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if AGENT.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
-            AGENT.read(self._take, self._closed)
+        if AGENT_CONNECTION.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
+            AGENT_CONNECTION.read(self._take, self._closed)
 
     def notice(self) -> Notice | None:
         """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
@@ -160,7 +160,7 @@ class Notices:
             if self._pending is not None and self._pending[0] == number:
                 self._pending = None
                 self._answered = number
-                AGENT.send(WorkerMessage(answered_notice=number))
+                AGENT_CONNECTION.send(WorkerMessage(answered_notice=number))
 
 
 _notices: Final = Notices()

@@ -12,9 +12,9 @@ from typing import Any, Final, Self
 
 from torchelastic.metrics import put_metric
 from torchelastic.protocol.worker import HEARTBEAT_FILE, WorkerMessage, is_worker
-from torchelastic.training.connection import AGENT
+from torchelastic.training.connection import AGENT_CONNECTION
 
-INTERVAL: Final = 1.0
+MIN_REPORT_INTERVAL: Final = 1.0
 """Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
 
 
@@ -47,7 +47,7 @@ class CheckpointReport:
             return
         self._written = True
         put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
-        REPORTS.add("last_checkpoint_at", self._began)
+        REPORTER.add("last_checkpoint_at", self._began)
 
 
 def step() -> None:
@@ -57,16 +57,16 @@ def step() -> None:
     ``train_step.duration.ms``.
     """
     now = time.perf_counter()
-    before, REPORTS.step_began = REPORTS.step_began, now
+    before, REPORTER.step_began = REPORTER.step_began, now
     if not before:
-        REPORTS.first_step()
+        REPORTER.first_step()
         return
     put_metric("train_step.duration.ms", (now - before) * 1000)
-    if REPORTS.has_stepped:
-        REPORTS.send()
+    if REPORTER.has_stepped:
+        REPORTER.send()
     else:
-        REPORTS.has_stepped = True
-        REPORTS.add("second_step_at", time.time())
+        REPORTER.has_stepped = True
+        REPORTER.add("second_step_at", time.time())
 
 
 def report_checkpoint() -> CheckpointReport:
@@ -86,18 +86,18 @@ def report_checkpoint() -> CheckpointReport:
     return CheckpointReport()
 
 
-class Reports:
-    """The reports of this process to its agent; a child of a worker sends none.
+class ProgressReporter:
+    """Sends the reports of this process to its agent; a child of a worker sends none.
 
     Attributes:
         step_began: when this process last called :func:`step`, by ``time.perf_counter``; 0 before the first call.
-        has_begun: whether the first training step was reported, by :func:`step` or by a step of an optimizer.
+        first_step_reported: whether the first training step was reported, by :func:`step` or by a step of an optimizer.
         has_stepped: whether this process has completed a step.
     """
 
     def __init__(self) -> None:
         self.step_began = 0.0
-        self.has_begun = False
+        self.first_step_reported = False
         self.has_stepped = False
         self._lock = threading.RLock()  # reentrant: a signal handler may report a checkpoint; never held while waiting
         self._unsent: dict[str, Any] = {}  # fields of a message
@@ -105,8 +105,8 @@ class Reports:
 
     def first_step(self, *_: object) -> None:
         """Report the first training step; a later call has no effect. This is also a hook of torch's optimizers."""
-        if not self.has_begun:
-            self.has_begun = True
+        if not self.first_step_reported:
+            self.first_step_reported = True
             self.add("first_step_at", time.time())
 
     def add(self, what: str, when: float) -> None:
@@ -130,19 +130,19 @@ class Reports:
                 return
             unsent, self._unsent = self._unsent, {}
             if "last_checkpoint_at" in unsent:  # set before the message is sent: a signal handler may report meanwhile
-                self._next = time.perf_counter() + INTERVAL
-            if not AGENT.send(WorkerMessage(**unsent)):
+                self._next = time.perf_counter() + MIN_REPORT_INTERVAL
+            if not AGENT_CONNECTION.send(WorkerMessage(**unsent)):
                 self._unsent = unsent | self._unsent
-                self._next = time.perf_counter() + INTERVAL
+                self._next = time.perf_counter() + MIN_REPORT_INTERVAL
 
     def _is_due(self, at_exit: bool) -> bool:
         return bool(self._unsent) and (at_exit or time.perf_counter() >= self._next)
 
 
-REPORTS: Final = Reports()
-"""The reports of this process."""
+REPORTER: Final = ProgressReporter()
+"""Sends the reports of this process."""
 
-atexit.register(REPORTS.send, at_exit=True)
+atexit.register(REPORTER.send, at_exit=True)
 
 
 def heartbeat() -> None:

@@ -7,7 +7,7 @@ On a cluster, the report is the key ``report.json`` of the ConfigMap ``<job>-rep
 
     {
       "job": {"namespace", "name", "uid", "created", "completed", "state", "message"},
-      "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "joined", "departures": {"left": …}},
+      "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "nodesJoined", "departures": {"left": …}},
       "rounds": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
       "omitted": 0,
       "suspensions": [],

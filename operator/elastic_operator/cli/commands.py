@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.client.cluster import ClusterJobs
     from elastic_operator.client.local import LocalJobs
-    from elastic_operator.views.top import RateTracker, Reading
+    from elastic_operator.views.top import JobMetrics, RateTracker
 
     JobClient = LocalJobs | ClusterJobs
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
@@ -147,7 +147,7 @@ def add_to(commands: Commands) -> None:
             help="print plain lines with the workers' output instead of a live view (default without a terminal)",
         )
     add = functools.partial(_add, commands)
-    get = add("get", _get, "list jobs", _GET, every=True)
+    get = add("get", _get, "list jobs", _GET, name_optional=True)
     get.add_argument("-o", "--output", choices=("wide", "json", "yaml"), help="more columns, or the whole objects")
     get.add_argument(
         "--all", action="store_true", help="on this machine, every run whose folder exists, not only each job's latest"
@@ -171,7 +171,7 @@ def add_to(commands: Commands) -> None:
     add("resume", functools.partial(_suspend, suspended=False), "resume a suspended job", _RESUME)
     delete = add("delete", _delete, "end a job", _DELETE)
     delete.add_argument("--no-wait", action="store_true", help="do not wait until it is gone (on a cluster only)")
-    top = add("top", _top, "show the current metrics of jobs: goodput, steps, memory", _TOP, every=True)
+    top = add("top", _top, "show the current metrics of jobs: goodput, steps, memory", _TOP, name_optional=True)
     top.add_argument("--once", action="store_true", help="print the metrics once (default without a terminal)")
 
 
@@ -182,9 +182,9 @@ def _add(
     summary: str,
     text: str,
     *,
-    every: bool = False,
+    name_optional: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command that takes a job's name, which ``every`` makes optional; ``execute`` returns the text to print."""
+    """Add a command that takes the name of a job, or may take it; ``execute`` returns the text to print."""
 
     def run(arguments: argparse.Namespace) -> int:
         from elastic_operator.views.formatting import visible
@@ -194,13 +194,13 @@ def _add(
         return 0
 
     parser = add_command(commands, name, run, summary, text)
-    which = "the job's name; on this machine also a run's id" + (" (default: all jobs)" if every else "")
-    parser.add_argument("name", nargs="?" if every else None, metavar="NAME", help=which)
+    which = "the job's name; on this machine also a run's id" + (" (default: all jobs)" if name_optional else "")
+    parser.add_argument("name", nargs="?" if name_optional else None, metavar="NAME", help=which)
     group = parser.add_argument_group(
         "on a cluster", "Each of these flags selects jobs on a Kubernetes cluster; the default is jobs on this machine."
     )
     group.add_argument("-n", "--namespace", metavar="NAMESPACE", help="the jobs' namespace (default: the context's)")
-    if every:
+    if name_optional:
         group.add_argument("-A", "--all-namespaces", action="store_true", help="the jobs of all namespaces")
     group.add_argument("--context", metavar="CONTEXT", help="the kubeconfig's context (default: its current one)")
     group.add_argument(
@@ -304,28 +304,28 @@ def _number(text: str) -> int:
     return int(text)
 
 
-class Screen:
-    """The display of ``elasticjob top``: one job, or a table of all jobs, at the latest ``readings``."""
+class TopView:
+    """The display of ``elasticjob top``: one job, or a table of all jobs, with the latest ``metrics``."""
 
     def __init__(self, jobs: JobClient, name: str | None, *, namespaces: bool = False) -> None:
         self._jobs = jobs
         self._name = name
         self._namespaces = namespaces
         self._rates: dict[tuple[str, str], RateTracker] = {}
-        self.readings: list[Reading] = []
+        self.metrics: list[JobMetrics] = []
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether the named job has ended; False if the display shows all jobs."""
-        jobs = [reading.job for reading in self.readings]
+        jobs = [each.job for each in self.metrics]
         return self._name is not None and all(job.status.finished or not job.run.alive for job in jobs)
 
     def read(self) -> None:
         """Read the jobs and their metrics."""
-        from elastic_operator.views.top import RateTracker, Reading
+        from elastic_operator.views.top import JobMetrics, RateTracker
 
-        self.readings = [
-            Reading(job, pages, time.time(), self._rates.setdefault((job.namespace, job.name), RateTracker()), notes)
+        self.metrics = [
+            JobMetrics(job, pages, time.time(), self._rates.setdefault((job.namespace, job.name), RateTracker()), notes)
             for job, pages, notes in self._jobs.scrape(self._name)
         ]
 
@@ -334,8 +334,8 @@ class Screen:
         from elastic_operator.views.top import job_lines, jobs_table
 
         if self._name is not None:
-            return job_lines(self.readings[0])
-        return jobs_table(self.readings, namespaces=self._namespaces) if self.readings else ["no jobs"]
+            return job_lines(self.metrics[0])
+        return jobs_table(self.metrics, namespaces=self._namespaces) if self.metrics else ["no jobs"]
 
     def text(self, width: int) -> Text:
         """Return the lines in color and, for one job, with a bar that shows the time spent in each state."""
@@ -344,7 +344,7 @@ class Screen:
         from elastic_operator.views.top import STATE_COLORS, states
 
         text = Text(no_wrap=True, overflow="ellipsis")
-        spent = states(self.readings[0]) if self._name is not None else {}
+        spent = states(self.metrics[0]) if self._name is not None else {}
         for line in self.lines():
             text.append(f"{line}\n", "dim" if line.partition(" ")[0].isupper() else "")
             if line.startswith("goodput "):
@@ -359,14 +359,14 @@ class Screen:
 
 
 def _top(client: JobClient, arguments: argparse.Namespace) -> str:
-    screen = Screen(client, arguments.name, namespaces=arguments.all_namespaces)
-    screen.read()
-    if not screen.readings:
+    view = TopView(client, arguments.name, namespaces=arguments.all_namespaces)
+    view.read()
+    if not view.metrics:
         notify(f"no jobs {client.place}; start one with `{client.start_command}`")
     elif arguments.once or (console := _console()) is None:
-        return "".join(f"{line}\n" for line in screen.lines())
+        return "".join(f"{line}\n" for line in view.lines())
     else:
-        _watch(screen, console)
+        _watch(view, console)
     return ""
 
 
@@ -384,7 +384,7 @@ def _console() -> Console | None:
     return Console(file=sys.stdout, highlight=False)
 
 
-def _watch(screen: Screen, console: Console) -> None:
+def _watch(view: TopView, console: Console) -> None:
     from rich.live import Live
     from rich.text import Text
 
@@ -395,18 +395,18 @@ def _watch(screen: Screen, console: Console) -> None:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             problem = ""
             while True:
-                text = screen.text(console.width)
+                text = view.text(console.width)
                 live.update(Text.assemble((problem, "bold red"), text) if problem else text, refresh=True)
-                if screen.over:
+                if view.finished:
                     return
                 time.sleep(_INTERVAL)
                 try:
-                    screen.read()
+                    view.read()
                     problem = ""
                 except ClusterError as error:
                     problem = f"{error}\n"
     finally:
-        console.print(screen.text(console.width))
+        console.print(view.text(console.width))
 
 
 def add_command(

@@ -47,7 +47,7 @@ class Backend(Protocol):
         """
 
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +194,10 @@ class Reconciler:
             if again is not None:
                 self.wake(key, again)
         except (ElasticJobError, StoreError) as error:
-            _log.warning("%s: %s; trying again in %.1f s", key, error, self._retry(key, job))
+            logger.warning("%s: %s; trying again in %.1f s", key, error, self._retry(key, job))
             return True, "error"
-        except Exception:  # noqa: BLE001 - a defect in one reconcile must not stop the other jobs
-            _log.exception("%s: an unexpected error; trying again in %.1f s", key, self._retry(key, job))
+        except Exception:
+            logger.exception("%s: an unexpected error; trying again in %.1f s", key, self._retry(key, job))
             return True, "panic"
         finally:
             job.after = time.monotonic() + interval

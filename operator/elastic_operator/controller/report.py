@@ -31,7 +31,7 @@ def breakdown_at_suspension(job: Job, observed: Observed, now: float) -> TimeBre
     before = job.status
     never_ran = before.active is None and before.state is not JobState.SUSPENDED
     breakdown = _up_to(job, observed, now, RunState.SUSPENDED if never_ran else RunState.WAITING)
-    stayed = 0 if breakdown is None else breakdown.joined - sum(breakdown.departures.values())
+    stayed = 0 if breakdown is None else breakdown.nodes_joined - sum(breakdown.departures.values())
     if breakdown is None or stayed <= 0:
         return breakdown
     left = min(breakdown.departures.get(DepartureReason.LEFT, 0) + stayed, COUNT_LIMIT)
@@ -112,6 +112,6 @@ def _filled(known: TimeBreakdown | None, state: RunState, created: float, now: f
         until=round(created + sum(seconds.values()), 3),
         seconds=seconds,
         lost=None if breakdown.lost is None else round(breakdown.lost, 3),
-        joined=breakdown.joined,
+        nodes_joined=breakdown.nodes_joined,
         departures=dict(breakdown.departures),
     )

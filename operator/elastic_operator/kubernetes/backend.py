@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.job_store import JobStores
     from elastic_operator.store_mirror import StoreMirror
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _DELETION_TIMEOUT: Final = 60.0
 """Maximum number of seconds that a live kubelet needs to remove a pod without running containers."""
@@ -73,7 +73,7 @@ class KubernetesBackend:
         try:
             job = job_of(body)
         except BadInput as error:
-            _log.warning("%s: %s", key, error)
+            logger.warning("%s: %s", key, error)
             return job_of(body, ElasticJobSpec(min_replicas=0, max_replicas=0)), Observed(unreadable=str(error))
         for creates in (record.creates, record.pdb):
             creates.reset_for(job.generation)
@@ -196,7 +196,7 @@ class KubernetesBackend:
             try:
                 message = await (self._why_etcd_waits(job) if uid == ETCD else self._why_not_started(job, uid))
             except ClusterError as error:
-                _log.debug("%s: why its pods do not start cannot be read: %s", record.key, error)
+                logger.debug("%s: why its pods do not start cannot be read: %s", record.key, error)
             why[uid] = message
             self._next_read = time.monotonic() + (time.monotonic() - now) / _READ_SHARE
         record.requeue_after(record.read_at - now)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _MAX_BATCH: Final = 64
 _MAX_SECONDS: Final = 10.0
@@ -81,11 +81,11 @@ class Executor:
         try:
             return await self._apply_objects(with_applied_spec(job, plan), plan, record, report_error)
         except Rejected as error:
-            _log.warning("%s: its pods are rejected: %s", record.key, error)
+            logger.warning("%s: its pods are rejected: %s", record.key, error)
             record.creates.reject(str(error))
         except Blocked as error:
             if str(error) != record.creates.blocked:
-                _log.warning("%s: pods cannot be created for now: %s", record.key, error)
+                logger.warning("%s: pods cannot be created for now: %s", record.key, error)
             record.creates.block(str(error))
         return False
 
@@ -98,7 +98,7 @@ class Executor:
             await self.writer.write_report(job, report)
         except (Rejected, Blocked) as error:
             why = f"the run's report cannot be written to the ConfigMap {report_name(job.name)}: {error}"
-            _log.warning("%s: %s", record.key, why)
+            logger.warning("%s: %s", record.key, why)
             self.writer.event(record.body, JobEvent(Reason.REPORT_NOT_KEPT, why, warning=True))
         except ClusterError as error:
             return str(error)
@@ -225,7 +225,7 @@ class Executor:
             except (Rejected, Blocked) as error:
                 why, known = f"the disruption budget of the job cannot be created for now: {error}", record.pdb.blocked
                 if known is None or messages.clause(known) != messages.clause(why):  # the status contains the clause
-                    _log.warning("%s: %s", record.key, why)
+                    logger.warning("%s: %s", record.key, why)
                 record.pdb.block(why)
                 return
             except ClusterError as error:
@@ -281,7 +281,7 @@ class Executor:
         errors = await asyncio.gather(*writes, return_exceptions=True)
         for error in errors:
             if isinstance(error, Rejected | Blocked):  # without the annotation, only Prometheus misses the pod
-                _log.debug("%s/%s: a metrics port was not written on its pod: %s", job.namespace, job.name, error)
+                logger.debug("%s/%s: a metrics port was not written on its pod: %s", job.namespace, job.name, error)
         raise_worst(error for error in errors if not isinstance(error, Rejected | Blocked))
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.kubernetes.object_cache import ObjectCache
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _MAX_DELAY: Final = 10.0
 _RESTART_DELAY: Final = 3.0
@@ -72,7 +72,7 @@ class Informer:
                 await wait_until_defined(self._api, self._namespaces, delays, lambda error: self._report(None, error))
                 namespaces = [each for each in self._namespaces if each is not None]
                 why = await KopfSession(self._api, self._cache, self.list).run(handlers.registry, namespaces)
-                _log.warning(
+                logger.warning(
                     "the watches have ended%s; they start again in %.0f s", why and f" ({why})", _RESTART_DELAY
                 )
                 await asyncio.sleep(_RESTART_DELAY)
@@ -123,7 +123,7 @@ class Informer:
                 try:
                     await self._list_pod_groups(namespace)
                 except ClusterError as error:
-                    _log.info("the PodGroups could not be listed again: %s", error)
+                    logger.info("the PodGroups could not be listed again: %s", error)
 
     async def _list_into_cache(self, resource: client.Resource, namespace: str | None, labels: str) -> str:
         uids: set[str] = set()
@@ -143,9 +143,9 @@ class Informer:
         self._listed.add((resource, namespace))
         if resource == client.ELASTIC_JOBS:
             if self._problems.pop(None, ""):
-                _log.info("the objects can be listed now")
+                logger.info("the objects can be listed now")
             if self._problems.pop(namespace, ""):
-                _log.info("the namespace %s can be watched now", namespace)
+                logger.info("the namespace %s can be watched now", namespace)
         self._update()
 
     def _report(self, namespace: str | None, error: ClusterError) -> None:
@@ -166,7 +166,7 @@ class Informer:
                 "`kubectl apply -f crds/elasticjob.yaml`)"
             )
         if problem.partition(":")[0] != self._problems.get(namespace, "").partition(":")[0]:
-            _log.log(logging.INFO if status == 429 else logging.WARNING, "%s; trying again until it succeeds", problem)
+            (logger.info if status == 429 else logger.warning)("%s; trying again until it succeeds", problem)
         self._problems[namespace] = problem
         self._update()
 

@@ -108,7 +108,7 @@ class Credentials:
             raise StoreRefused(f"{secret} has {problem}") from None
 
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 WRITE_TIMEOUT: Final = 1.0
 """Maximum number of seconds for writing a size, so that a hanging store does not delay pods for longer."""
@@ -282,8 +282,8 @@ class JobStores:
             while True:
                 try:
                     await followed.mirror.run(lambda: self._settings(followed), followed.available)
-                except Exception as defect:  # noqa: BLE001 - must not stop the other jobs
-                    _log.exception("%s: an unexpected error while its store was followed", followed.key)
+                except Exception as defect:
+                    logger.exception("%s: an unexpected error while its store was followed", followed.key)
                     self._away(followed, f"an unexpected error: {defect!r}")
                 await asyncio.sleep(_RESTART_DELAY)
         finally:
@@ -302,7 +302,7 @@ class JobStores:
     def _changed(self, followed: _Followed) -> None:
         if followed.mirror.readable:
             if followed.error is not None:
-                _log.info("%s: its store can be reached again", followed.key)
+                logger.info("%s: its store can be reached again", followed.key)
             followed.away_since = followed.error = None
         self._on_change(followed.key)
 
@@ -317,7 +317,7 @@ class JobStores:
             due = now - followed.away_since >= (self._timeout if followed.external else self._managed_timeout)
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
-        _log.log(logging.WARNING if due else logging.DEBUG, "%s: its store cannot be reached: %s", followed.key, error)
+        (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, error)
         if due:
             followed.error, followed.reported = error, now
             self._on_change(followed.key)
@@ -329,9 +329,9 @@ class JobStores:
                 async with asyncio.timeout(_CLEANUP_TIMEOUT):
                     await followed.mirror.forget_run()
         except (StoreError, TimeoutError) as error:
-            _log.info("%s: its keys remain in its store for a day: %s", followed.key, str(error) or "no response")
-        except Exception:  # noqa: BLE001 - must not stop the operator
-            _log.exception("%s: an unexpected error while its keys were removed from its store", followed.key)
+            logger.info("%s: its keys remain in its store for a day: %s", followed.key, str(error) or "no response")
+        except Exception:
+            logger.exception("%s: an unexpected error while its keys were removed from its store", followed.key)
         finally:
             if followed.task is not None:
                 followed.task.cancel()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.json_values import Json
     from elastic_operator.kubernetes.object_cache import ObjectCache
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 WATCHED: Final[Mapping[client.Resource, str]] = {
     client.PODS: f"{LABEL_ROLE}={ROLE_WORKER}",
@@ -149,8 +149,8 @@ class KopfSession:
         try:
             update = self._cache.remove if event["type"] == "DELETED" else self._cache.put
             update(_BY_PLURAL[plural], event["object"])
-        except Exception:  # noqa: BLE001 - kopf's own log is off
-            _log.exception("an unexpected error while a change was handled")
+        except Exception:
+            logger.exception("an unexpected error while a change was handled")
 
     async def _list(self, resource: client.Resource, namespace: str | None) -> str:
         if (task := asyncio.current_task()) is not None:
@@ -160,7 +160,7 @@ class KopfSession:
     def _watch_failed(self, problem: str) -> None:
         """Log once, not at every attempt, why no watch can be opened; an empty problem means that one was opened."""
         if problem and problem != self._watch_problem:
-            _log.warning("a watch cannot be opened; trying again: %s", problem)
+            logger.warning("a watch cannot be opened; trying again: %s", problem)
         self._watch_problem = problem
 
 

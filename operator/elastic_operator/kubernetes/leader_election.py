@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from elastic_operator.api.json_values import Json
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _TIMEOUT: Final = 3.0
 """Seconds for an attempt to acquire the lease, and for its release: a dead connection may go unnoticed."""
@@ -64,14 +64,14 @@ class LeaderElector:
         while True:
             while await self._hold(_TIMEOUT) != self.identity:  # noqa: ASYNC110 - a lease can only be polled
                 await asyncio.sleep(self.poll_period)
-            _log.info("became leader (%s)", self.identity)
+            logger.info("became leader (%s)", self.identity)
             self.is_leader = True
             try:
                 await until_one_ends(work(), self._renew_until_lost())
             finally:
                 self.is_leader = False
                 await self._release()
-            _log.warning("no longer leader (%s): the lease could not be renewed", self.identity)
+            logger.warning("no longer leader (%s): the lease could not be renewed", self.identity)
 
     async def _renew_until_lost(self) -> None:
         while True:
@@ -98,7 +98,7 @@ class LeaderElector:
         except TimeoutError:
             problem = "the API server does not answer in time"
         if problem and problem != self._problem:
-            _log.warning(
+            logger.warning(
                 "the lease %s cannot be %s: %s", self.name, "renewed" if self.is_leader else "acquired", problem
             )
         self._problem = problem
@@ -114,7 +114,7 @@ class LeaderElector:
                         if not error.conflict:  # an earlier renewal succeeded without a response
                             raise
         except (ClusterError, TimeoutError) as error:
-            _log.debug("the lease was not released: %s", str(error) or "no answer in time")
+            logger.debug("the lease was not released: %s", str(error) or "no answer in time")
 
     async def _read(self) -> Json | None:
         try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elastic_operator.kubernetes.settings import OperatorSettings
 
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 
 class Manager:
@@ -55,9 +55,9 @@ class Manager:
         server = http_server(self._settings.listen, metrics=self._metrics.page, unready=lambda: self._informer.problem)
         async with server as port:
             namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
-            _log.info("managing the ElasticJobs of %s; /metrics on port %d", namespaces, port)
+            logger.info("managing the ElasticJobs of %s; /metrics on port %d", namespaces, port)
             await until_one_ends(stop.wait(), self._informer.run(), self._lead())
-        _log.info("ended")
+        logger.info("ended")
 
     async def _lead(self) -> None:
         await self._informer.synced.wait()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.status import JobStatus
     from elastic_operator.controller.model import Job, JobEvent
 
-_log: Final = logging.getLogger(__name__)
+logger: Final = logging.getLogger(__name__)
 
 _FORBIDDEN: Final = re.compile(r"^\S+( \"[^\"]*\")? is forbidden: ")
 _MAX_PER_NAMESPACE: Final = 64
@@ -99,7 +99,7 @@ class Writer:
             event: what happened.
         """
         if len(self._pending) >= _MAX_PENDING:
-            _log.debug("too many events are pending; one is dropped: %s", event.message)
+            logger.debug("too many events are pending; one is dropped: %s", event.message)
             return
         task = asyncio.create_task(self._record(event_object(job, event, identity=self._identity, now=time.time())))
         self._pending.add(task)
@@ -112,7 +112,7 @@ class Writer:
                     await self._api.create(client.EVENTS, event["metadata"]["namespace"], event)
                 return
             except ClusterError as error:
-                _log.debug("an event was not recorded: %s", error)  # perhaps because it was recorded before
+                logger.debug("an event was not recorded: %s", error)  # perhaps because it was recorded before
                 if isinstance(error, client.ApiError) and not error.transient:
                     return
             await asyncio.sleep(delay)
@@ -251,7 +251,7 @@ class Writer:
         try:
             former = decode_report(get_str(existing, "data", REPORT_KEY))
         except BadInput as error:
-            _log.warning("%s: %s", name, error)
+            logger.warning("%s: %s", name, error)
         wanted["data"] = {REPORT_KEY: encode_report(merged(former, report)).decode()}
         if get_str(existing, "data", REPORT_KEY) != wanted["data"][REPORT_KEY]:
             wanted["metadata"]["uid"] = existing["metadata"]["uid"]

@@ -135,7 +135,7 @@ class RankMetrics(NamedTuple):
     checkpoints: Tally | None
 
 
-class Reading:
+class JobMetrics:
     """A job at a moment, with the metrics of its agents; unknown values are None or empty.
 
     Args:
@@ -247,7 +247,7 @@ class RateTracker:
         self._started = False
         self._last: dict[tuple[str, object], tuple[Tally, float | None]] = {}
 
-    def update(self, metrics: Reading) -> Self:
+    def update(self, metrics: JobMetrics) -> Self:
         """Update the rates with a reading."""
         for cause, tally in metrics.recoveries.items():
             mean = self._mean(("recovery", cause), tally)
@@ -323,92 +323,92 @@ def _notes(found: Mapping[str, MetricsPage | ClusterError | TimeoutError]) -> li
     ]
 
 
-def job_lines(reading: Reading) -> list[str]:
+def job_lines(metrics: JobMetrics) -> list[str]:
     """Return the lines about one job."""
-    notes = [formatting.printed(note.replace("\n", " ")) for note in reading.notes]
+    notes = [formatting.printed(note.replace("\n", " ")) for note in metrics.notes]
     return [
-        *_header(reading),
-        *_time(reading),
-        *_recoveries(reading),
-        *_ranks(reading),
-        *_gpus(reading),
+        *_header(metrics),
+        *_time(metrics),
+        *_recoveries(metrics),
+        *_ranks(metrics),
+        *_gpus(metrics),
         *(["", *notes] if notes else []),
     ]
 
 
-def jobs_table(readings: Sequence[Reading], *, namespaces: bool = False) -> list[str]:
+def jobs_table(metrics_of_jobs: Sequence[JobMetrics], *, namespaces: bool = False) -> list[str]:
     """Return the jobs in columns, with the metrics of each job's leader."""
     first = ["NAMESPACE"] if namespaces else []
     rows = [[*first, "NAME", "STATE", "READY", "ROUND", "WORLD", "GOODPUT", "LOST", "RESTARTS", "STEP", "AGE"]]
-    for reading in readings:
-        job, uncharged = reading.job, reading.uncharged_restarts
+    for metrics in metrics_of_jobs:
+        job, uncharged = metrics.job, metrics.uncharged_restarts
         rows.append(
             [
                 *([job.namespace] if namespaces else []),
                 job.name,
                 job.state,
                 job.status.ready,
-                str(reading.round or "-"),
-                str(reading.world_size),
-                "-" if reading.goodput is None else percent(reading.goodput),
-                _seconds(reading.lost),
-                f"{reading.restarts}+{uncharged}" if uncharged else str(reading.restarts),
-                _seconds(max(reading.rates.steps.values(), default=None)),
-                formatting.since(job.created, reading.now),
+                str(metrics.round or "-"),
+                str(metrics.world_size),
+                "-" if metrics.goodput is None else percent(metrics.goodput),
+                _seconds(metrics.lost),
+                f"{metrics.restarts}+{uncharged}" if uncharged else str(metrics.restarts),
+                _seconds(max(metrics.rates.steps.values(), default=None)),
+                formatting.since(job.created, metrics.now),
             ]
         )
     return formatting.columns(rows)
 
 
-def states(reading: Reading) -> dict[str, float]:
+def states(metrics: JobMetrics) -> dict[str, float]:
     """Return the seconds of the states in which the job has spent time, in the order in which they are shown."""
-    spent = reading.seconds
+    spent = metrics.seconds
     order = (*STATE_COLORS, *sorted(spent.keys() - STATE_COLORS.keys()))
     return {str(state): spent[state] for state in order if spent.get(state)}
 
 
-def _header(reading: Reading) -> Iterator[str]:
-    job, nodes, wanted, left = reading.job, reading.nodes, reading.desired_nodes, reading.remaining_restarts
-    yield f"{job.name}  {job.state}  {formatting.duration(job.age(reading.now))}"
+def _header(metrics: JobMetrics) -> Iterator[str]:
+    job, nodes, wanted, left = metrics.job, metrics.nodes, metrics.desired_nodes, metrics.remaining_restarts
+    yield f"{job.name}  {job.state}  {formatting.duration(job.age(metrics.now))}"
     facts = [
-        f"round {reading.round or '-'}",
-        f"world size {reading.world_size}"
-        + ("" if nodes is None or not reading.world_size else f" on {count(int(nodes), 'node')}")
+        f"round {metrics.round or '-'}",
+        f"world size {metrics.world_size}"
+        + ("" if nodes is None or not metrics.world_size else f" on {count(int(nodes), 'node')}")
         + ("" if wanted in (None, nodes) else f", {wanted:.0f} desired"),
         *([] if job.completed else [f"pods ready {job.status.ready}"]),
-        f"restarts {reading.restarts} charged, {reading.uncharged_restarts} uncharged"
+        f"restarts {metrics.restarts} charged, {metrics.uncharged_restarts} uncharged"
         + ("" if left is None else f", {left:.0f} left"),
     ]
     yield _SEPARATOR.join(facts)
 
 
-def _time(reading: Reading) -> Iterator[str]:
-    spent = states(reading)
+def _time(metrics: JobMetrics) -> Iterator[str]:
+    spent = states(metrics)
     total = sum(spent.values())
     if not total:
         return
     yield ""
-    if reading.goodput is None or reading.lost is None:
+    if metrics.goodput is None or metrics.lost is None:
         yield f"goodput -{_SEPARATOR}no checkpoints reported"
     else:
-        yield f"goodput {percent(reading.goodput)}{_SEPARATOR}lost {short_duration(reading.lost)}"
+        yield f"goodput {percent(metrics.goodput)}{_SEPARATOR}lost {short_duration(metrics.lost)}"
     yield _SEPARATOR.join(f"{state} {short_duration(each)} ({percent(each / total)})" for state, each in spent.items())
 
 
-def _recoveries(reading: Reading) -> list[str]:
-    last, none = reading.rates.recoveries, Tally(0.0, 0)
-    unknown = "-" if RunState.RESTORING in reading.seconds else "no steps reported"
+def _recoveries(metrics: JobMetrics) -> list[str]:
+    last, none = metrics.rates.recoveries, Tally(0.0, 0)
+    unknown = "-" if RunState.RESTORING in metrics.seconds else "no steps reported"
     rows = []
-    for cause in sorted(reading.recoveries.keys() | reading.worker_restarts.keys()):
-        recovery, restart = (each.get(cause, none) for each in (reading.recoveries, reading.worker_restarts))
+    for cause in sorted(metrics.recoveries.keys() | metrics.worker_restarts.keys()):
+        recovery, restart = (each.get(cause, none) for each in (metrics.recoveries, metrics.worker_restarts))
         mean = unknown if recovery.mean is None else short_duration(recovery.mean)
         count = f"{restart.count or recovery.count}"
         rows.append((cause.replace("_", " "), count, mean, _seconds(last.get(cause)), _seconds(restart.mean)))
     return _table(("RECOVERIES AFTER", "COUNT", "MEAN", "LAST", "AGENT"), rows, "cause")
 
 
-def _ranks(reading: Reading) -> list[str]:
-    rates, ranks = reading.rates, reading.ranks
+def _ranks(metrics: JobMetrics) -> list[str]:
+    rates, ranks = metrics.rates, metrics.ranks
     if len(ranks) > _MAX_ROWS:  # the straggler comes first, so that it is shown
         ranks = sorted(ranks, key=lambda each: each.rank != rates.straggler)
     rows = [
@@ -425,9 +425,9 @@ def _ranks(reading: Reading) -> list[str]:
     return _table(("RANK", "POD", "STEP", "MEMORY", "CHECKPOINTS", ""), rows, "rank")
 
 
-def _gpus(reading: Reading) -> list[str]:
+def _gpus(metrics: JobMetrics) -> list[str]:
     rows = []
-    for page in sorted(reading.pages, key=lambda page: page.pod):
+    for page in sorted(metrics.pages, key=lambda page: page.pod):
         used, total = (page.by_label(f"torchelastic_gpu_memory_{which}_bytes", "gpu") for which in ("used", "total"))
         busy = page.by_label("torchelastic_gpu_utilization_ratio", "gpu")
         for gpu in sorted(used.keys() | total.keys() | busy.keys()):

@@ -48,10 +48,10 @@ from torchelastic.agent.workers.process_tree import close_fds, set_parent_death_
 from torchelastic.metrics import worker as worker_metrics
 from torchelastic.metrics.api import forward_torch
 from torchelastic.protocol import worker
-from torchelastic.training.connection import AGENT
+from torchelastic.training.connection import AGENT_CONNECTION
 from torchelastic.training.error_file import record_message
 from torchelastic.training.errors import record_exception
-from torchelastic.training.progress import REPORTS
+from torchelastic.training.progress import REPORTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -397,7 +397,7 @@ def _run_worker(
     if learns and PathFinder in sys.meta_path and environment.get("LOCAL_RANK") == "0":
         sys.meta_path.insert(sys.meta_path.index(PathFinder), _ImportReporter())
     # The hook stays, because other hooks may be running when it is called. It costs about 0.1 µs per step.
-    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(REPORTS.first_step)
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(REPORTER.first_step)
     try:
         _run_program(kind, argv)
     except SystemExit:
@@ -480,7 +480,7 @@ class _ImportReporter:
             with contextlib.suppress(Exception):  # the program's import must not fail
                 message = worker.WorkerMessage(imported=name, changed=self._changed(name))
                 if len(worker.encode_lines(message)) <= worker.LINE_LIMIT:
-                    AGENT.send(message)
+                    AGENT_CONNECTION.send(message)
         return spec
 
     def _changed(self, module: str) -> dict[str, int]:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from torchelastic.agent.failures import Explanation, WorkerExit, explain
+from torchelastic.agent.failures import FailureCause, WorkerExit, explain
 from torchelastic.agent.logs import Console, Logs, temporary_folder
-from torchelastic.agent.workers import hang, program_source
+from torchelastic.agent.workers import heartbeat_monitor, program_source
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.process_tree import TREE_MARK, handles
 from torchelastic.agent.workers.processes import Reaper, Watchdog, spawn
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
-    from torchelastic.metrics.worker_collector import WorkerMetricMemory, WorkerMetrics
+    from torchelastic.metrics.worker_collector import WorkerCollector, WorkerMetricMemory
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ _STORE_LINGER: Final = 1.0
 """Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may still use it, and
 the exit of its process takes CPU time that the next round's workers need to start."""
 
-_CONSOLE_TIMEOUT: Final = 5.0
+_CONSOLE_IDLE_TIMEOUT: Final = 5.0
 """Seconds after which an agent that exits drops the remaining output if nothing reads it."""
 
-_CONSOLE_LIMIT: Final = 20.0
+_CONSOLE_TIMEOUT: Final = 20.0
 """Seconds after which an agent that exits drops the remaining output if its reader is slow."""
 
 _STARTED_WITH_INTERPRETER: Final = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
@@ -90,14 +90,14 @@ class Worker:
             exit_code=exit_code,
             uptime=self.child.end_time - self.child.began,
             ended=self.child.end_time,
-            explanation=self._explanation(exit_code),
+            cause=self._cause(exit_code),
         )
 
-    def _explanation(self, exit_code: int) -> Explanation:
+    def _cause(self, exit_code: int) -> FailureCause:
         if exit_code == 0:
-            return Explanation(FailureKind.PROGRAM, "")
-        if self.hang_symptom and exit_code in hang.HANG_EXIT_CODES:
-            return hang.explain(self.hang_symptom, self.output.tail())
+            return FailureCause(FailureKind.PROGRAM, "")
+        if self.hang_symptom and exit_code in heartbeat_monitor.HANG_EXIT_CODES:
+            return heartbeat_monitor.explain(self.hang_symptom, self.output.tail())
         output, out_of_memory = self.output, self.child.out_of_memory
         return explain(exit_code, error_file=output.error_file, tail=output.tail(), out_of_memory=out_of_memory)
 
@@ -121,7 +121,7 @@ class WorkerGroup:
     report: Callable[[WorkerExit], object]
     reaper: Reaper
     mark: str
-    heartbeats: hang.Heartbeats | None
+    heartbeats: heartbeat_monitor.HeartbeatMonitor | None
     stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class WorkerGroup:
 
         self._reporting.append(asyncio.create_task(report()))
 
-    async def _kill_hung_workers(self, heartbeats: hang.Heartbeats) -> None:
+    async def _kill_hung_workers(self, heartbeats: heartbeat_monitor.HeartbeatMonitor) -> None:
         """Kill workers that hang, until all workers have exited.
 
         Workers that wait for a hung worker send no heartbeats either. So all workers without heartbeats are killed, and
@@ -196,10 +196,10 @@ class WorkerGroup:
         while ranks := await heartbeats.wait_for_hang(lambda: [worker.local_rank for worker in self.running]):
             hung = [self.workers[local_rank] for local_rank in ranks]
             for worker in hung:
-                worker.hang_symptom = hang.describe_missing_heartbeat(worker.child, heartbeats.timeout)
-            await asyncio.gather(*(hang.dump_stacks_and_kill(worker.child) for worker in hung))
+                worker.hang_symptom = heartbeat_monitor.describe_missing_heartbeat(worker.child, heartbeats.timeout)
+            await asyncio.gather(*(heartbeat_monitor.dump_stacks_and_kill(worker.child) for worker in hung))
             exits = await asyncio.gather(*(worker.exit() for worker in hung))
-            for exit_ in sorted(exits, key=lambda exit_: exit_.explanation.kind is not FailureKind.PROGRAM):
+            for exit_ in sorted(exits, key=lambda exit_: exit_.cause.kind is not FailureKind.PROGRAM):
                 self._report_exit(self.workers[exit_.local_rank])
 
 
@@ -229,7 +229,7 @@ class Workers:
         self._stack = contextlib.AsyncExitStack()
         self._group: WorkerGroup | None = None
         self.scratch: Path
-        self.metrics: WorkerMetrics | None = None
+        self.metrics: WorkerCollector | None = None
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -241,7 +241,7 @@ class Workers:
             for folder in folders:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
             self._console = self._output or Console(carries_log=self._reaper.owns_process)
-            stack.push_async_callback(self._console.close, patience=_CONSOLE_TIMEOUT, limit=_CONSOLE_LIMIT)
+            stack.push_async_callback(self._console.close, idle_timeout=_CONSOLE_IDLE_TIMEOUT, timeout=_CONSOLE_TIMEOUT)
             self._logs = Logs(
                 self._settings.logs,
                 self._console,
@@ -258,9 +258,9 @@ class Workers:
             self.fork_server.start()
             stack.push_async_callback(self._end_workers)
             if self._settings.metrics_port is not None:  # the fork server imports torch meanwhile
-                from torchelastic.metrics.worker_collector import WorkerMetrics
+                from torchelastic.metrics.worker_collector import WorkerCollector
 
-                self.metrics = WorkerMetrics()
+                self.metrics = WorkerCollector()
             self._stack = stack.pop_all()
         return self
 
@@ -276,7 +276,7 @@ class Workers:
         for name in (WORKER_SOCKET, METRICS_FILE):  # set if this agent runs in a worker of another agent
             base.pop(name, None)
         if self._settings.heartbeat_timeout is not None:
-            base.update(hang.FAULTHANDLER_ENV)
+            base.update(heartbeat_monitor.FAULTHANDLER_ENV)
         # These are torchrun's defaults.
         base.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         if self._settings.workers > 1:
@@ -344,7 +344,7 @@ class Workers:
         ranks = [int(environment["RANK"]) for environment in environments]
         heartbeats = None
         if (timeout := self._settings.heartbeat_timeout) is not None:
-            heartbeats = hang.Heartbeats(self._shared / "heartbeats" / str(round), timeout)
+            heartbeats = heartbeat_monitor.HeartbeatMonitor(self._shared / "heartbeats" / str(round), timeout)
         memories: Mapping[int, WorkerMetricMemory] = {}
         if self.metrics is not None:
             memories = self.metrics.begin(dict(enumerate(ranks)))

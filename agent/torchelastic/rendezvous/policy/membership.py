@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchelastic.protocol.records import FailureRecord, NoticeRecord, OutcomeRecord, RoundRecord, SizeRecord
-    from torchelastic.rendezvous.run_state import RunStateWatch
+    from torchelastic.rendezvous.run_watch import RunWatch
     from torchelastic.store.api import Entry
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Peer:
     Attributes:
         id: the node's id.
         record: the node's record.
-        joined: the store's revision at which the node first joined, which defines its seniority.
+        joined_revision: the store's revision at which the node first joined, which defines its seniority.
         arrived: when the leader first saw that the node can start workers, on the leader's clock.
         answers: whether the node counts as alive: it was connected, or has had enough time to connect.
         failed_at: the revision at which the node reported its failure, which orders failures; 0 without a failure.
@@ -39,7 +39,7 @@ class Peer:
 
     id: str
     record: NodeRecord
-    joined: int
+    joined_revision: int
     arrived: float
     answers: bool = True
     failed_at: int = 0
@@ -167,7 +167,7 @@ class Membership:
 
     def update(
         self,
-        run: RunStateWatch,
+        run: RunWatch,
         *,
         now: float,
         wait_until: float,
@@ -184,10 +184,10 @@ class Membership:
         waits = now < wait_until and (run.node in members or not members.isdisjoint(self.peers))
         self.awaited = members - self.peers.keys() - self.left - self.dead if waits else set()
 
-    def note_run(self, run: RunStateWatch, *, now: float) -> None:
+    def note_run(self, run: RunWatch, *, now: float) -> None:
         """Note a new round or notice, and an outcome."""
         round, notice = run.round, run.notice.record
-        self.now, self.since, self.outcome = now, run.state.modified, run.outcome
+        self.now, self.since, self.outcome = now, run.state.mod_revision, run.outcome
         if notice is not None and notice != self.notice:
             self.notice, self.noticed_at = notice, now
         if round is self.round or round == self.round:
@@ -215,7 +215,7 @@ class Membership:
             self.note_deleted_key(node)
             return None
         before = self.peers.get(node)
-        failed_at = entry.modified if record.failure else 0
+        failed_at = entry.mod_revision if record.failure else 0
         if before is not None and record.failure == before.record.failure:
             failed_at = before.failed_at
         self.expired.pop(node, None)
@@ -225,7 +225,7 @@ class Membership:
         peer = self.peers[node] = Peer(
             id=node,
             record=record,
-            joined=record.joined or entry.created,
+            joined_revision=record.joined_revision or entry.create_revision,
             arrived=self.now if before is None or before.record.starting else before.arrived,
             answers=answers or (before is not None and before.answers),
             failed_at=failed_at,
@@ -259,7 +259,7 @@ class Membership:
         if record.failure is not None and record.failure.round == self.number and self.failed_since is None:
             self.failed_since = self.now
 
-    def _wanted_size(self, run: RunStateWatch) -> SizeRecord:
+    def _wanted_size(self, run: RunWatch) -> SizeRecord:
         """Return the size with the highest generation of those in the store and in the nodes' records."""
         best = run.size
         for peer in self.peers.values():

@@ -144,7 +144,7 @@ class _Plan:
             peer.record.starting for peer in membership.peers.values() if peer.id not in membership.dead
         )
         self.eligible = [peer for peer in fit if peer.answers or peer.id in ranks]
-        self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined, peer.id))
+        self.eligible.sort(key=lambda peer: (ranks.get(peer.id, last), peer.joined_revision, peer.id))
 
     @functools.cached_property
     def chosen(self) -> list[Peer]:
@@ -277,7 +277,7 @@ class _Plan:
 
     def _leave_pause(self) -> Decision:
         """Form a round with members as soon as enough nodes are present."""
-        if all(peer.joined > self.membership.since for peer in self.eligible):
+        if all(peer.joined_revision > self.membership.since for peer in self.eligible):
             return self._start_over()  # the nodes that waited are gone
         if len(self.eligible) < self.membership.size.min:
             return self._too_few(self.membership.changed_at)
@@ -420,13 +420,13 @@ class _Plan:
         if notice is None:
             if seconds <= 0:
                 return change
-            # The serial is higher than any that a node knows, even if the store lost the last notice.
-            serials = [peer.record.answered_notice for peer in membership.peers.values()]
-            serial = max([*serials, membership.notice.serial if membership.notice is not None else 0]) + 1
-            return NoticeRecord(membership.number, serial, seconds, reason=change.reason, cause=change.cause)
+            # The number is higher than any that a node knows, even if the store lost the last notice.
+            answered = [peer.record.answered_notice for peer in membership.peers.values()]
+            number = max([*answered, membership.notice.number if membership.notice is not None else 0]) + 1
+            return NoticeRecord(membership.number, number, seconds, reason=change.reason, cause=change.cause)
         until = membership.noticed_at + notice.seconds
         # A member without a key may not have answered yet.
-        awaits = membership.incomplete or any(peer.record.answered_notice < notice.serial for peer in self._asking())
+        awaits = membership.incomplete or any(peer.record.answered_notice < notice.number for peer in self._asking())
         if membership.now >= until or not awaits:
             return change
         why = f"{notice.cause}: the workers have {notice.seconds:g} s to save a checkpoint before the round changes"

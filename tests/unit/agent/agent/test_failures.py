@@ -122,8 +122,8 @@ def test_a_later_collective_error_does_not_hide_the_program_failure(error_json: 
     if recorded:
         error_json.write_text(record(PROGRAM_FIRST.splitlines()[-1], PROGRAM_FIRST))
         tail = ""
-    explanation = explain(1, error_file=error_json, tail=tail, out_of_memory=False)
-    assert (explanation.kind, explanation.message) == (FailureKind.PROGRAM, "ValueError: bad input (train.py:12)")
+    cause = explain(1, error_file=error_json, tail=tail, out_of_memory=False)
+    assert (cause.kind, cause.message) == (FailureKind.PROGRAM, "ValueError: bad input (train.py:12)")
 
 
 def test_the_last_of_chained_program_exceptions_is_reported(error_json: Path) -> None:

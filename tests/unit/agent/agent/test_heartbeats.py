@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.agent.workers.hang import Heartbeats, explain
+from torchelastic.agent.workers.heartbeat_monitor import HeartbeatMonitor, explain
 from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ TIMEOUT = 20.0
 
 
 async def test_workers_that_stop_together_are_reported_together(tmp_path: Path) -> None:
-    heartbeats = Heartbeats(tmp_path, 0.5)
+    heartbeats = HeartbeatMonitor(tmp_path, 0.5)
     for local_rank in (0, 1):
         heartbeats.create_file(local_rank)
     async with asyncio.timeout(TIMEOUT):
@@ -27,7 +27,7 @@ async def test_workers_that_stop_together_are_reported_together(tmp_path: Path) 
 
 
 async def test_time_during_which_the_agent_is_suspended_does_not_count(tmp_path: Path) -> None:
-    heartbeats = Heartbeats(tmp_path, 1.0)
+    heartbeats = HeartbeatMonitor(tmp_path, 1.0)
     heartbeats.create_file(0)
     waiting = asyncio.create_task(heartbeats.wait_for_hang(lambda: {0}))
     await asyncio.sleep(0)
@@ -40,7 +40,7 @@ async def test_time_during_which_the_agent_is_suspended_does_not_count(tmp_path:
 
 
 async def test_a_change_of_the_system_clock_has_no_effect(tmp_path: Path) -> None:
-    heartbeats = Heartbeats(tmp_path, 0.5)
+    heartbeats = HeartbeatMonitor(tmp_path, 0.5)
     file = heartbeats.create_file(0)
     waiting = asyncio.create_task(heartbeats.wait_for_hang(lambda: {0}))
     stamps = iter((0.0, 2e9, 1.0))

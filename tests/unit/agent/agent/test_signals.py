@@ -6,14 +6,14 @@ import signal
 
 import pytest
 
-from torchelastic.agent.agent import SignalledFirst, Signals
+from torchelastic.agent.agent import SignalReceived, Signals
 
 
 @pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGTERM])
 def test_closing_the_terminal_sends_two_sighups_and_the_grace_period_stays(second: signal.Signals) -> None:
     signals = Signals(lambda _number: None)
-    signals.take(signal.SIGHUP)
-    signals.take(second)
+    signals.handle(signal.SIGHUP)
+    signals.handle(second)
     assert signals.number is signal.SIGHUP
     assert signals.second.is_set() is (second is not signal.SIGHUP)
 
@@ -25,11 +25,11 @@ async def test_no_work_starts_after_the_signal_that_cancels_it() -> None:
         started.append(name)
 
     signals = Signals(lambda _number: None)
-    await signals.unless_first(work("before the first signal"))
+    await signals.run_until_first_signal(work("before the first signal"))
     signals.first.set()
-    with pytest.raises(SignalledFirst):
-        await signals.unless_first(work("after the first signal"))
-    await signals.unless_second(work("a grace period"))
+    with pytest.raises(SignalReceived):
+        await signals.run_until_first_signal(work("after the first signal"))
+    await signals.run_until_second_signal(work("a grace period"))
     signals.second.set()
-    await signals.unless_second(work("a grace period after the second signal"))
+    await signals.run_until_second_signal(work("a grace period after the second signal"))
     assert started == ["before the first signal", "a grace period"]

@@ -17,7 +17,7 @@ from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.protocol.records import Member, NoticeRecord, RoundReason, RoundRecord
 from torchelastic.protocol.worker import HEARTBEAT_FILE, LINE_LIMIT, WORKER_SOCKET, WorkerMessage
 from torchelastic.training import progress
-from torchelastic.training.connection import AGENT
+from torchelastic.training.connection import AGENT_CONNECTION
 from torchelastic.training.notices import Notice, Notices
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class Agent(WorkerSocket):
             stepped=lambda rank: self.node.report(ROUND, stepped=rank),
         )
 
-    def give(self, serial: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
+    def give(self, number: int = 1, *, seconds: float = 10.0, cause: str = "b joined") -> None:
         """Pass a notice from the leader to the workers."""
-        self.take_notice(NoticeRecord(ROUND, serial, seconds, RoundReason.NODE_JOINED, cause))
+        self.take_notice(NoticeRecord(ROUND, number, seconds, RoundReason.NODE_JOINED, cause))
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             monkeypatch.setenv(name, value)
         agent.begin(RECORD)
         yield agent
-        AGENT.close()
+        AGENT_CONNECTION.close()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def worker() -> Notices:
 
 @pytest.fixture(autouse=True)
 def _no_progress_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REPORTS", progress.Reports())
+    monkeypatch.setattr(progress, "REPORTER", progress.ProgressReporter())
 
 
 class Measured(float):
@@ -263,7 +263,7 @@ async def test_the_first_and_last_of_several_checkpoints_within_a_second_are_rep
     await agent.node.until(last_checkpoint_at=bool)
     assert agent.node.reported["last_checkpoint_at"] < before - 0.001
     clock = time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + progress.INTERVAL)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + progress.MIN_REPORT_INTERVAL)
     torchelastic.step()
     await agent.node.until(last_checkpoint_at=lambda kept: kept >= before - 0.001)
     assert len({kept for _, kept in agent.node.progress}) == 2
@@ -283,7 +283,7 @@ async def test_a_background_checkpoint_is_reported_when_its_future_succeeds(agen
 
 
 async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    monkeypatch.setattr(progress, "MIN_REPORT_INTERVAL", 0.05)
     torchelastic.step()
     await agent.node.until(first_step_at=bool)
     agent.forget(0)
@@ -297,7 +297,7 @@ async def test_a_worker_reconnects_to_its_agent(agent: Agent, monkeypatch: pytes
 async def test_an_agent_that_reads_nothing_does_not_block_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "MIN_REPORT_INTERVAL", 0.0)
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "channel"))
         listener.listen(1)
@@ -308,15 +308,15 @@ async def test_an_agent_that_reads_nothing_does_not_block_training(
             with torchelastic.report_checkpoint():
                 torchelastic.step()
         assert time.monotonic() - began < TIMEOUT
-        assert not AGENT.send(WorkerMessage(last_checkpoint_at=1.0))  # the socket's buffer is full
-    AGENT.close()
-    monkeypatch.setattr(progress, "INTERVAL", 1.0)
+        assert not AGENT_CONNECTION.send(WorkerMessage(last_checkpoint_at=1.0))  # the socket's buffer is full
+    AGENT_CONNECTION.close()
+    monkeypatch.setattr(progress, "MIN_REPORT_INTERVAL", 1.0)
 
 
 async def send(agent: Agent, **message: float) -> list[tuple[float, float]]:
     """Send a message, wait until the agent has handled it, and return the progress reported so far."""
-    AGENT.send(WorkerMessage(**message))
-    AGENT.send(WorkerMessage(requested_notice=1.0))
+    AGENT_CONNECTION.send(WorkerMessage(**message))
+    AGENT_CONNECTION.send(WorkerMessage(requested_notice=1.0))
     await agent.node.until(notice=1.0)
     agent.node.reported.clear()
     return agent.node.progress
@@ -330,7 +330,7 @@ async def test_impossible_times_are_ignored(agent: Agent) -> None:
     assert now - 0.001 <= kept <= time.time() + 0.001
     assert (await send(agent, first_step_at=now + 2e6, last_checkpoint_at=now))[-1] == (stepped, kept)
     agent.begin(NEXT)
-    AGENT.close()
+    AGENT_CONNECTION.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -348,5 +348,5 @@ async def test_each_rank_reports_its_first_step(agent: Agent, monkeypatch: pytes
 
 
 async def test_a_worker_reports_what_it_imports(agent: Agent) -> None:
-    await asyncio.to_thread(AGENT.send, {"imported": "torch._dynamo", "changed": {"HOME": 1}})
+    await asyncio.to_thread(AGENT_CONNECTION.send, {"imported": "torch._dynamo", "changed": {"HOME": 1}})
     await agent.node.until(imported=("torch._dynamo", {"HOME": 1}))

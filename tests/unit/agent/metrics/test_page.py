@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from torchelastic import metrics
-from torchelastic.metrics.series import PLATFORM_SAMPLES, MetricType, Source, user_series
+from torchelastic.metrics.series import BUILT_IN_SAMPLES, MetricKey, MetricType, user_family
 from torchelastic.metrics.series_handler import MAX_NAMES, REASONS
 
 ROOT = Path(__file__).parents[4]
@@ -22,8 +22,8 @@ def test_every_function_is_listed() -> None:
 
 def test_the_tables_list_exactly_the_platform_series() -> None:
     named = set(re.findall(r"`(torchelastic_\w+)", PAGE))
-    assert named <= PLATFORM_SAMPLES
-    families = {re.sub(r"_(total|created|bucket|count|sum)$", "", name) for name in PLATFORM_SAMPLES}
+    assert named <= BUILT_IN_SAMPLES
+    families = {re.sub(r"_(total|created|bucket|count|sum)$", "", name) for name in BUILT_IN_SAMPLES}
     assert {re.sub(r"_total$", "", name) for name in named} == families
 
 
@@ -39,4 +39,4 @@ def test_the_table_of_series_names_is_correct() -> None:
     assert len(rows) == 6
     for group, *names, series in rows:
         for name in filter(None, names):
-            assert user_series(Source(group, name, MetricType())).name.startswith(series)
+            assert user_family(MetricKey(group, name, MetricType())).name.startswith(series)

@@ -23,7 +23,7 @@ from tests.support.scraping import Page, Samples
 from torchelastic import metrics
 from torchelastic.errors import SettingsError
 from torchelastic.metrics import MetricData, PrometheusMetricHandler
-from torchelastic.metrics.series import Kind, MetricType, Source, user_series
+from torchelastic.metrics.series import Kind, MetricKey, MetricType, user_family
 
 
 def put(handler: PrometheusMetricHandler, name: Any, value: Any, group: str = "my_app") -> None:
@@ -113,7 +113,7 @@ def test_no_name_becomes_a_series_of_prometheus_or_the_operator(
     group: list[str], name: list[str], metric_type: MetricType
 ) -> None:
     of_others = ("process_", "python_", "scrape_", "elastic_operator_")
-    samples = user_series(Source("_".join(group), "_".join(name), metric_type)).samples
+    samples = user_family(MetricKey("_".join(group), "_".join(name), metric_type)).samples
     assert not any(sample.startswith(of_others) or sample in ("up", "ALERTS") for sample in samples)
 
 

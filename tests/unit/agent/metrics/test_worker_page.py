@@ -22,20 +22,20 @@ from torchelastic.metrics.agent import AgentMetrics
 from torchelastic.metrics.api import MetricRegistry
 from torchelastic.metrics.series_handler import MAX_NAMES, MetricMemory, SeriesHandler
 from torchelastic.metrics.worker import open_memory
-from torchelastic.metrics.worker_collector import WorkerMetrics
+from torchelastic.metrics.worker_collector import WorkerCollector
 from torchelastic.protocol.records import Member, OutcomeRecord, OutcomeState, RoundRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torchelastic.metrics.series import Source
+    from torchelastic.metrics.series import MetricKey
 
 
 class Node:
     """One node and its workers' metric streams."""
 
     def __init__(self) -> None:
-        self.agent, self.metrics = AgentMetrics("default"), WorkerMetrics()
+        self.agent, self.metrics = AgentMetrics("default"), WorkerCollector()
         self.registry = self.agent.page(self.metrics)
 
     def begin(self, *ranks: int) -> Sequence[MetricStream]:
@@ -131,7 +131,7 @@ def test_the_page_is_well_formed_for_any_names(
 
 
 def test_rounds_leak_no_file_descriptors() -> None:
-    metrics = WorkerMetrics()
+    metrics = WorkerCollector()
     open_after = []
     for _ in range(5):
         metrics.begin({0: 0, 1: 1})
@@ -141,15 +141,15 @@ def test_rounds_leak_no_file_descriptors() -> None:
 
 def test_a_signal_handler_may_measure_a_new_name(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (worker,) = node.begin(0)
-    words, came = MetricMemory.words, []
+    values, came = MetricMemory.values, []
 
-    def interrupted(memory: MetricMemory, source: Source) -> object:
+    def interrupted(memory: MetricMemory, key: MetricKey) -> object:
         if not came:
-            came.append(source)
+            came.append(key)
             worker.add_value("of.handler", 7)
-        return words(memory, source)
+        return values(memory, key)
 
-    monkeypatch.setattr(MetricMemory, "words", interrupted)
+    monkeypatch.setattr(MetricMemory, "values", interrupted)
     worker.add_value("loss", 1)
     rank = (("rank", "0"),)
     assert node.page().samples == {("my_app_loss", rank): 1, ("my_app_of_handler", rank): 7}
@@ -208,7 +208,7 @@ def test_a_worker_without_memory_has_no_metrics(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    metrics = WorkerMetrics()
+    metrics = WorkerCollector()
     for _ in range(2):
         assert metrics.begin({0: 0, 1: 1}) == {}
     assert list(metrics.collect()) == []

@@ -33,7 +33,7 @@ from torchelastic.rendezvous.history import (
     History,
     HistoryWriter,
 )
-from torchelastic.rendezvous.run_state import RunStateWatch
+from torchelastic.rendezvous.run_watch import RunWatch
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def test_joined_and_gone_nodes_are_counted(clock: Clock, history: History) -> No
     commit(history, round(4, "ae"))
     split = history.breakdown()
 
-    assert split.joined == 5
+    assert split.nodes_joined == 5
     assert split.departures == {DepartureReason.DIED: 1, DepartureReason.LEFT: 1, DepartureReason.NOT_NEEDED: 1}
 
 
@@ -324,7 +324,7 @@ def store() -> MemoryStore:
 
 
 def writer_of(history: History, store: MemoryStore) -> HistoryWriter:
-    run = RunStateWatch("a.1", SETTINGS, store)
+    run = RunWatch("a.1", SETTINGS, store)
     run.unreachable_since = None
     return HistoryWriter(history, run)
 
@@ -368,7 +368,7 @@ def test_a_node_that_missed_the_round_before_a_pause_counts_its_members(clock: C
         successor.note_round(pause)
         commit(successor, round(3, "ad"), {"b": DepartureReason.DIED, "c": DepartureReason.LEFT})
         split = successor.breakdown()
-        assert (split.joined, split.departures) == (4, {DepartureReason.DIED: 1, DepartureReason.LEFT: 1})
+        assert (split.nodes_joined, split.departures) == (4, {DepartureReason.DIED: 1, DepartureReason.LEFT: 1})
 
 
 def test_a_round_ends_when_its_workers_stop(clock: Clock, history: History) -> None:

@@ -39,7 +39,7 @@ from torchelastic.rendezvous.policy.plan import (
     Resign,
     plan,
 )
-from torchelastic.rendezvous.run_state import RunStateWatch, Versioned
+from torchelastic.rendezvous.run_watch import RunWatch, Versioned
 from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.memory import MemoryStore
 
@@ -63,7 +63,7 @@ class SimulatedStore:
         self.revision += 1
         before = self.entries.pop(key, None)
         if value is not None:
-            created = self.revision if before is None else before.created
+            created = self.revision if before is None else before.create_revision
             self.entries[key] = Entry(key, value, created, self.revision)
         elif before is None:
             return self.revision
@@ -72,10 +72,10 @@ class SimulatedStore:
         return self.revision
 
     def compare_and_swap(self, key: str, value: bytes, expected: int) -> int | None:
-        return self.write(key, value) if self.modified(key) == expected else None
+        return self.write(key, value) if self.mod_revision(key) == expected else None
 
-    def modified(self, key: str) -> int:
-        return self.entries[key].modified if key in self.entries else 0
+    def mod_revision(self, key: str) -> int:
+        return self.entries[key].mod_revision if key in self.entries else 0
 
     def list_prefix(self, prefix: str) -> Listing:
         return Listing(self.revision, tuple(entry for key, entry in self.entries.items() if key.startswith(prefix)))
@@ -105,7 +105,7 @@ class Listener:
     def __init__(self, store: SimulatedStore, node: str) -> None:
         self.store = store
         self.node = node
-        self.run = RunStateWatch(node, RULES, MemoryStore())
+        self.run = RunWatch(node, RULES, MemoryStore())
         self.membership: Membership | None = None
         self.run_changes: deque[Change] = deque()
         self.node_changes: deque[Change] = deque()
@@ -278,7 +278,7 @@ class RendezvousModel(RuleBasedStateMachine):
         notice = self.nodes[name].listener.run.notice.record
         assert notice is not None
         if notice.round == self.nodes[name].record.round:
-            self.report(name, answered_notice=notice.serial)
+            self.report(name, answered_notice=notice.number)
 
     # -- changes of the run and the store
 
@@ -322,7 +322,7 @@ class RendezvousModel(RuleBasedStateMachine):
             for name in [name for name, node in self.nodes.items() if node.alive and not node.has_key]:
                 self.restore_key(name)
             for name in [name for name, node in self.nodes.items() if node.alive and node.listener.is_leader()]:
-                if self.nodes[name].listener.run.leader.modified == self.store.modified(KEYS.leader):
+                if self.nodes[name].listener.run.leader.mod_revision == self.store.mod_revision(KEYS.leader):
                     self.receive_node_changes(self.nodes[name].listener, 1000)
         self.now += seconds
         if settle:
@@ -515,7 +515,7 @@ class RendezvousModel(RuleBasedStateMachine):
         if listener.is_leader():
             return
         taken = LeaderRecord(node=name, address="10.0.0.1:1")
-        revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.modified)
+        revision = self.store.compare_and_swap(KEYS.leader, encode(taken), listener.run.leader.mod_revision)
         if revision is not None:
             if self.now >= listener.reconnected_at + RULES.lease:
                 for node in self.nodes.values():
@@ -530,7 +530,7 @@ class RendezvousModel(RuleBasedStateMachine):
         listener = self.nodes[name].listener
         listener.membership = None
         resigned = LeaderRecord(node="", address="")
-        return self.store.compare_and_swap(KEYS.leader, encode(resigned), listener.run.leader.modified) is not None
+        return self.store.compare_and_swap(KEYS.leader, encode(resigned), listener.run.leader.mod_revision) is not None
 
     def snapshot(self, name: str) -> Membership:
         node = self.nodes[name]
@@ -553,7 +553,7 @@ class RendezvousModel(RuleBasedStateMachine):
         decision = plan(snapshot, RULES)
         assert decision == plan(snapshot, RULES)
         run = self.nodes[name].listener.run
-        if isinstance(decision, OutcomeRecord) and run.leader.modified != self.store.modified(KEYS.leader):
+        if isinstance(decision, OutcomeRecord) and run.leader.mod_revision != self.store.mod_revision(KEYS.leader):
             decision = Hold()  # the leader checks in the store that it still leads
         if isinstance(decision, OutcomeRecord):
             self.check_outcome(decision, snapshot)
@@ -576,7 +576,7 @@ class RendezvousModel(RuleBasedStateMachine):
                     self.nonces += 1
                     new = msgspec.structs.replace(new, nonce=f"{self.nonces}")
                 state = StateRecord(new)
-                revision = self.store.compare_and_swap(KEYS.state, encode(state), pending.state.modified)
+                revision = self.store.compare_and_swap(KEYS.state, encode(state), pending.state.mod_revision)
                 if revision is not None:
                     self.check_round(new, pending)
                     self.committed.append(new)
@@ -585,14 +585,14 @@ class RendezvousModel(RuleBasedStateMachine):
                 return revision is not None
             case NoticeRecord() as notice:
                 self.check_notice(notice, snapshot)
-                revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.modified)
+                revision = self.store.compare_and_swap(KEYS.notice, encode(notice), run.notice.mod_revision)
                 if revision is not None:
                     run.note(KEYS.notice, notice, revision)
                 return revision is not None
             case OutcomeRecord() as outcome:
                 ended = encode(StateRecord(snapshot.round, outcome))
                 before = self.store.state
-                revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.modified)
+                revision = self.store.compare_and_swap(KEYS.state, ended, pending.state.mod_revision)
                 assert revision is None or before == StateRecord(snapshot.round), "the outcome ends another round"
                 return revision is not None
             case Resign():
@@ -702,14 +702,14 @@ class RendezvousModel(RuleBasedStateMachine):
             notice = snapshot.current_notice
             assert notice is not None
             is_over = snapshot.now >= snapshot.noticed_at + notice.seconds
-            assert is_over or all(each.answered_notice >= notice.serial for each in asking)
+            assert is_over or all(each.answered_notice >= notice.number for each in asking)
 
     def check_notice(self, notice: NoticeRecord, snapshot: Membership) -> None:
         assert snapshot.round is not None
         assert notice.round == snapshot.round.number
         assert 0 <= notice.seconds <= RULES.notice
-        last = 0 if snapshot.notice is None else snapshot.notice.serial
-        assert notice.serial > last if notice.seconds else notice.serial == last
+        last = 0 if snapshot.notice is None else snapshot.notice.number
+        assert notice.number > last if notice.seconds else notice.number == last
 
     def check_outcome(self, outcome: OutcomeRecord, snapshot: Membership) -> None:
         round = snapshot.round

@@ -30,7 +30,7 @@ from torchelastic.protocol.records import (
     StateRecord,
 )
 from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
-from torchelastic.rendezvous.peer_connection import Verdict
+from torchelastic.rendezvous.peer_connection import ProbeResult
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ async def test_a_node_that_sees_the_store_again_during_an_unanswered_probe_is_no
         member = b if a.inner.is_leader else a
         asked, given_up = asyncio.Event(), asyncio.Event()
 
-        async def probe(_address: str, **_: object) -> Verdict:
+        async def probe(_address: str, **_: object) -> ProbeResult:
             if asked.is_set():
-                return Verdict.ALIVE
+                return ProbeResult.ALIVE
             asked.set()
             clients.reach(True)
             try:
@@ -362,7 +362,7 @@ async def take_over(data: MemoryStore, before: RoundRecord) -> bool:
         return False
     member = Member("b.9", "127.0.0.1", 1)
     after = RoundRecord(before.number + 1, "successor", (member,), "127.0.0.1:1", restarts=1)
-    return await data.compare_and_swap(KEYS.state, encode(StateRecord(after)), expected=state.modified) is not None
+    return await data.compare_and_swap(KEYS.state, encode(StateRecord(after)), expected=state.mod_revision) is not None
 
 
 def fail(node: TestNode, number: int, *, final: bool) -> None:

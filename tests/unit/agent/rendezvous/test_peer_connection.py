@@ -17,7 +17,7 @@ from torchelastic.errors import NoFreePort
 from torchelastic.protocol.records import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
 from torchelastic.rendezvous.node import RendezvousNode, listen
-from torchelastic.rendezvous.peer_connection import PeerServer, Verdict, hold_connection, probe, run_digest
+from torchelastic.rendezvous.peer_connection import PeerServer, ProbeResult, hold_connection, probe, run_digest
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -76,14 +76,14 @@ async def answer_to(server: PeerServer, line: bytes) -> bytes:
         b"[" * 900 + b"\n",
     ],
 )
-async def test_a_connection_without_a_valid_greeting_is_closed(line: bytes) -> None:
+async def test_a_connection_without_a_valid_hello_is_closed(line: bytes) -> None:
     async with serving() as (server, observer):
         assert await answer_to(server, line) == b""
         assert observer.seen.empty()
-        assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1") is Verdict.ALIVE
+        assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1") is ProbeResult.ALIVE
 
 
-async def test_a_peer_that_sends_more_than_a_greeting_is_disconnected() -> None:
+async def test_a_peer_that_sends_more_than_a_hello_is_disconnected() -> None:
     async with serving() as (server, observer):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(json.dumps(HELLO).encode() + b"\n")
@@ -104,7 +104,7 @@ async def test_nodes_with_long_ids_connect_and_a_node_whose_server_closes_is_dea
         holding = asyncio.create_task(hold_connection(address, run=run, node=node, peer=peer, observer=observer))
         assert await seen.seen.get() == ("connected", node)
         assert await observer.seen.get() == ("connected", peer)
-    assert await holding is Verdict.DEAD
+    assert await holding is ProbeResult.DEAD
     assert await observer.seen.get() == ("lost", peer)
 
 
@@ -112,7 +112,7 @@ async def test_nodes_with_long_ids_connect_and_a_node_whose_server_closes_is_dea
 async def test_a_connection_accepted_while_the_server_closes_is_closed(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_connection, "GREETING_TIMEOUT", 600.0)
+    monkeypatch.setattr(peer_connection, "HELLO_TIMEOUT", 600.0)
     server = PeerServer(run="run", node="a.1", listener=listen("127.0.0.1"))
     with socket.create_connection(("127.0.0.1", server.port)) as early:
         early.setblocking(False)
@@ -128,14 +128,14 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
 async def test_a_node_is_dead_if_another_one_answers_and_silent_if_another_run_answers() -> None:
     async with serving(node="c.1") as (server, _):
         address = f"127.0.0.1:{server.port}"
-        assert await probe(address, run="run", node="b.1", peer="a.1") is Verdict.DEAD
-        assert await probe(address, run="another", node="b.1", peer="a.1") is Verdict.NO_ANSWER
+        assert await probe(address, run="run", node="b.1", peer="a.1") is ProbeResult.DEAD
+        assert await probe(address, run="another", node="b.1", peer="a.1") is ProbeResult.NO_ANSWER
 
 
-async def test_a_listener_that_does_not_answer_gives_no_verdict() -> None:
+async def test_a_listener_that_does_not_answer_gives_no_result() -> None:
     with closing(listen("127.0.0.1")) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is Verdict.NO_ANSWER
+        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is ProbeResult.NO_ANSWER
 
 
 def test_every_free_port_of_a_range_is_used_before_one_repeats() -> None:

@@ -453,7 +453,7 @@ def test_a_cause_with_many_nodes_or_long_texts_stays_decodable() -> None:
 
 # -- notices: only planned changes wait for workers that asked for notice
 
-NOTICE = NoticeRecord(round=1, serial=4, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
+NOTICE = NoticeRecord(round=1, number=4, seconds=20.0, reason=RoundReason.NODE_LEFT, cause="b left")
 
 
 def trains(name: str, **changes: Any) -> Peer:
@@ -480,7 +480,7 @@ def notice_of(decision: Decision) -> NoticeRecord:
 def test_a_departure_gives_the_longest_notice_up_to_the_limit_of_the_run(asked: float, given_seconds: float) -> None:
     here = (trains("a", notice=asked), leaves("b", notice=20.0))
     notice = notice_of(plan(snapshot(*here, wanted=2, round=round(1, "a", "b")), SETTINGS))
-    expected = NoticeRecord(round=1, serial=1, seconds=given_seconds, reason=RoundReason.NODE_LEFT, cause="b left")
+    expected = NoticeRecord(round=1, number=1, seconds=given_seconds, reason=RoundReason.NODE_LEFT, cause="b left")
     assert notice == expected
 
 
@@ -551,7 +551,7 @@ def test_a_failure_ends_the_notice_and_is_charged_unless_a_departure_explains_it
 def test_a_notice_without_a_planned_change_is_withdrawn_once() -> None:
     here = (trains("a"), trains("b"))
     withdrawn = notice_of(plan(noticed(*here, wanted=2), SETTINGS))
-    assert (withdrawn.round, withdrawn.serial, withdrawn.seconds) == (1, 4, 0.0)
+    assert (withdrawn.round, withdrawn.number, withdrawn.seconds) == (1, 4, 0.0)
     assert plan(noticed(*here, wanted=2, notice=withdrawn), SETTINGS) == Hold()
 
 

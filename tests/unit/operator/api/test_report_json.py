@@ -52,7 +52,7 @@ def test_report_json() -> None:
         completed_at=NOW + 20,
         suspensions=(NOW + 5.25,),
         history=HistoryRecord(created=NOW, rounds=(*report.history.rounds, last)),
-        time_breakdown=TimeBreakdown(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, joined=2),
+        time_breakdown=TimeBreakdown(until=NOW + 20, seconds={RunState.TRAINING: 20.0}, lost=1.25, nodes_joined=2),
         outcome=OutcomeRecord(state=OutcomeState.SUCCEEDED, round=2, restarts=1),
     )
     assert decode_report(encode_report(report)) == report
@@ -70,7 +70,7 @@ def test_report_json() -> None:
             "asOf": "2023-11-14T22:13:40.000Z",
             "seconds": {"training": 20.0},
             "lostSeconds": 1.25,
-            "joined": 2,
+            "nodesJoined": 2,
             "departures": {},
         },
         "rounds": [

@@ -60,7 +60,7 @@ def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_unknown_fi
         until=NOW + 90.25,
         state=RunState.STOPPING,
         seconds={RunState.TRAINING: 80.0, RunState.WAITING: 10.25},
-        joined=3,
+        nodes_joined=3,
         departures={DepartureReason.NOT_NEEDED: 1},
     )
     killed = LastFailure("digits-1-x was killed by SIGKILL", pod="digits-1-x", signal="SIGKILL", time=NOW)
@@ -68,7 +68,7 @@ def test_times_of_a_breakdown_are_in_milliseconds_and_a_failure_omits_unknown_fi
     assert document["timeBreakdown"] == {
         "asOf": "2023-11-14T22:14:50.250Z",
         "seconds": {"waiting": 10.25, "training": 80.0},
-        "joined": 3,
+        "nodesJoined": 3,
         "departures": {"not_needed": 1},
     }
     assert document["lastFailure"] == {

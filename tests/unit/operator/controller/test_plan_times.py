@@ -99,7 +99,7 @@ class JobTimeline:
 
     def record_time(self) -> None:
         """Let the leader record all time so far."""
-        self.record = TimeBreakdown(until=self.now, state=RunState.TRAINING, seconds=dict(self.expected), joined=2)
+        self.record = TimeBreakdown(until=self.now, state=RunState.TRAINING, seconds={**self.expected}, nodes_joined=2)
 
     def suspend(self, after: float) -> None:
         """Suspend the job; its pods end after this number of seconds."""

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elastic_operator.cli.commands import Screen
+from elastic_operator.cli.commands import TopView
 from elastic_operator.client import ScrapedJob
 from elastic_operator.errors import ClusterError
 from elastic_operator.views import formatting
 from elastic_operator.views.job_view import PodView
 from elastic_operator.views.top import (
+    JobMetrics,
     MetricsPage,
     RateTracker,
-    Reading,
     Tally,
     job_lines,
     jobs_table,
@@ -34,10 +34,10 @@ NOW = START + 100
 
 def combined(
     *texts: str, at: float = NOW, rates: RateTracker | None = None, notes: Sequence[str] = (), **about: Any
-) -> Reading:
+) -> JobMetrics:
     """Return a reading of agents with these pages."""
     pages = [MetricsPage(f"digits-{number}-aaaaa", text) for number, text in enumerate(texts)]
-    return Reading(view(**about), pages, at, rates or RateTracker(), notes)
+    return JobMetrics(view(**about), pages, at, rates or RateTracker(), notes)
 
 
 # -- combining the pages of the agents
@@ -144,12 +144,12 @@ def test_without_a_step_only_the_agents_share_of_a_recovery_is_shown(seconds: di
 
 
 def test_a_job_that_reports_no_checkpoints_has_no_goodput() -> None:
-    reading = combined(agent_page(0, seconds=LEADS))
-    assert job_lines(reading)[3:5] == [
+    metrics = combined(agent_page(0, seconds=LEADS))
+    assert job_lines(metrics)[3:5] == [
         "goodput -   no checkpoints reported",
         "training 1m30s (90.0 %)   starting 5s (5.0 %)   rendezvous 1s (1.0 %)   waiting 4s (4.0 %)",
     ]
-    assert jobs_table([reading])[1].split()[5:7] == ["-", "-"]
+    assert jobs_table([metrics])[1].split()[5:7] == ["-", "-"]
 
 
 def test_escape_sequences_in_labels_do_not_reach_the_terminal() -> None:
@@ -220,9 +220,9 @@ def test_a_bar_as_wide_as_the_terminal_shows_the_time_by_state() -> None:
         def scrape(self, _: str) -> list[ScrapedJob]:
             return [ScrapedJob(view(), [MetricsPage("digits-0-aaaaa", agent_page(0, seconds=LEADS))])]
 
-    screen = Screen(Jobs(), "digits")  # type: ignore[arg-type]
-    screen.read()
-    text = screen.text(80)
+    top = TopView(Jobs(), "digits")  # type: ignore[arg-type]
+    top.read()
+    text = top.text(80)
     [bar] = [line for line in text.split("\n") if "█" in line.plain]
     spans = sorted(bar.spans)
     assert [(span.end - span.start, span.style) for span in spans] == [

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.errors import ClusterError
-from elastic_operator.views.top import MAX_PAGE, MetricsPage, RateTracker, Reading, job_lines, jobs_table
+from elastic_operator.views.top import MAX_PAGE, JobMetrics, MetricsPage, RateTracker, job_lines, jobs_table
 from tests.support.agent_pages import LEADS, agent_page
 from tests.support.cluster_objects import START
 from tests.support.snapshots import view
@@ -21,8 +21,8 @@ def seen(*pages: MetricsPage) -> list[str]:
     """Return the lines of the job and of the list of jobs after two readings of these pages."""
     tracker = RateTracker()
     for at in (NOW - 2, NOW):
-        reading = Reading(view(), pages, at, tracker)
-    return [*job_lines(reading), *jobs_table([reading])]
+        metrics = JobMetrics(view(), pages, at, tracker)
+    return [*job_lines(metrics), *jobs_table([metrics])]
 
 
 @pytest.mark.timeout(60)

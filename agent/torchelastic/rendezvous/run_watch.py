@@ -70,14 +70,14 @@ class Versioned(Generic[RecordT_co]):
 
     Attributes:
         record: the record; None if the key does not exist or its value cannot be read.
-        modified: the revision that a compare-and-swap has to expect; 0 if the key does not exist.
+        mod_revision: the revision that a compare-and-swap has to expect; 0 if the key does not exist.
     """
 
     record: RecordT_co | None = None
-    modified: int = 0
+    mod_revision: int = 0
 
 
-class RunStateWatch:
+class RunWatch:
     """The state of a run as one node knows it; :meth:`follow` keeps it up to date.
 
     Attributes:
@@ -90,7 +90,7 @@ class RunStateWatch:
         reachable_since: when the store became reachable again, by the loop's clock; None if it was never unreachable.
         last_leader: the record of the node that leads, or led last; None if no leader is known.
         listings: the number of listings of all keys that this node has read.
-        restored: whether a listing has shown that the store lost data: a different cluster id, or an earlier revision.
+        data_lost: whether a listing has shown that the store lost data: a different cluster id, or an earlier revision.
             The node that reacts to the loss resets the attribute.
     """
 
@@ -106,7 +106,7 @@ class RunStateWatch:
         self.reachable_since: float | None = None
         self.last_leader: LeaderRecord | None = None
         self.listings = 0
-        self.restored = False
+        self.data_lost = False
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
             keys.state: decode_state,
@@ -170,7 +170,7 @@ class RunStateWatch:
         """Apply a listing of all keys."""
         is_other = bool(self._cluster_id) and listing.cluster_id not in ("", self._cluster_id)
         if is_other or listing.revision < self._revision:
-            self.restored = True
+            self.data_lost = True
         self._cluster_id = listing.cluster_id or self._cluster_id
         self._revision = listing.revision
         entries = {entry.key: entry for entry in listing.entries}
@@ -185,12 +185,12 @@ class RunStateWatch:
     def apply(self, change: Change) -> None:
         """Apply a change, unless this node has noted it already."""
         self._revision = max(self._revision, change.revision)
-        if change.key in self._known and change.revision > self._known[change.key].modified:
+        if change.key in self._known and change.revision > self._known[change.key].mod_revision:
             self._set(change.key, self._versioned(change.key, change.entry))
 
     def note(self, key: str, record: msgspec.Struct, revision: int) -> None:
         """Note a record that this node has just written, before the watch returns it."""
-        if revision > self._known[key].modified:
+        if revision > self._known[key].mod_revision:
             self._set(key, Versioned(record, revision))
             self.changed.send()
 
@@ -209,12 +209,12 @@ class RunStateWatch:
         if entry is None:
             return Versioned()
         try:
-            return Versioned(self._decoders[key](entry.value), entry.modified)
+            return Versioned(self._decoders[key](entry.value), entry.mod_revision)
         except MalformedRecord as error:
             if key not in self._warned:
                 self._warned.add(key)
                 logger.warning("ignoring %s: %s", key, error)
-            return Versioned(None, entry.modified)
+            return Versioned(None, entry.mod_revision)
 
 
 class NodeRegistration:
@@ -223,7 +223,7 @@ class NodeRegistration:
     Args:
         run: the state of the run.
         record: the node's first record.
-        fresh_store_port: returns an unused port for the next round's TCPStore. After a lease was lost, the registration
+        new_tcp_store_port: returns an unused port for the next round's TCPStore. After a lost lease, the registration
             calls it before it writes the record, because the store may have lost a round that used the old port.
 
     Attributes:
@@ -233,11 +233,11 @@ class NodeRegistration:
         renewed_since: since when the store has granted and renewed the lease without a failure, by the loop's clock.
     """
 
-    def __init__(self, run: RunStateWatch, record: NodeRecord, fresh_store_port: Callable[[], int]) -> None:
+    def __init__(self, run: RunWatch, record: NodeRecord, new_tcp_store_port: Callable[[], int]) -> None:
         self.record = record
         self.lease = 0
         self.renewed_at = self.renewed_since = math.inf
-        self._fresh_store_port = fresh_store_port
+        self._new_tcp_store_port = new_tcp_store_port
         self._store = run.store
         self._changed = run.changed
         self._key = run.keys.node(run.node)
@@ -289,8 +289,8 @@ class NodeRegistration:
             async with asyncio.timeout(self._request_timeout):
                 lease = await self._store.grant(self._ttl)
             self.renewed_at = self.renewed_since = now()
-            if self.record.joined:
-                self.record = msgspec.structs.replace(self.record, tcp_store_port=self._fresh_store_port())
+            if self.record.joined_revision:
+                self.record = msgspec.structs.replace(self.record, tcp_store_port=self._new_tcp_store_port())
             await self._put(lease)
             self.lease = lease
             self._progress.send()
@@ -312,14 +312,14 @@ class NodeRegistration:
         count, record = self._updated.count, self.record
         async with asyncio.timeout(self._request_timeout):
             revision = await self._store.put(self._key, encode(record), lease=lease)
-        if not self.record.joined:  # until the next write, readers use the revision of the key's creation
-            self.record = msgspec.structs.replace(self.record, joined=revision)
+        if not self.record.joined_revision:  # until the next write, readers use the revision of the key's creation
+            self.record = msgspec.structs.replace(self.record, joined_revision=revision)
         self._written = count
         self._backoff.reset()
         self._progress.send()
 
 
-async def remove_finished_run(run: RunStateWatch) -> None:
+async def remove_finished_run(run: RunWatch) -> None:
     """Remove the keys of a finished run with the same id, unless a node of that run is present.
 
     Raises:
@@ -335,7 +335,7 @@ async def remove_finished_run(run: RunStateWatch) -> None:
     # Delete the state last: keys without a state would seem to belong to a run in progress.
     for key in (keys.time_breakdown, keys.history, keys.notice, keys.leader, keys.state):
         if key in entries:
-            await store.compare_and_swap(key, None, expected=entries[key].modified)
+            await store.compare_and_swap(key, None, expected=entries[key].mod_revision)
 
 
 def _is_over(entry: Entry | None) -> bool:

@@ -1,13 +1,12 @@
 """Create a node, and remove it when the tests close a pipe or exit.
 
-The keeper is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests. When the
-keeper exits, the node's first process is killed. The keeper cleans up after its node, unless the keeper itself is
-killed. In that case, processes, mounts and links vanish with their namespaces, and the next node that starts removes
-the rest: empty control groups, and files below the cache folder.
+The supervisor is a separate process in its own session, so that it survives ``kill -9`` and Ctrl-C of the tests. When
+the supervisor exits, the node's first process is killed. The supervisor cleans up after its node, unless the supervisor
+itself is killed. In that case, processes, mounts and links vanish with their namespaces, and the next node that starts
+removes the rest: empty control groups, and files below the cache folder.
 
-A node uses a *place*: a folder below the cache folder, with a lock. The first place
-keeps containerd's root with the imported images between runs; other places are for concurrent nodes, and
-are removed with these nodes.
+A node uses a *place*: a folder below the cache folder, with a lock. The first place keeps containerd's root with the
+imported images between runs; other places are for concurrent nodes, and are removed with these nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from testbed import node_cgroups
-from testbed.node_config import CONTAINERD, KUBELET, Bed
+from testbed.node_config import CONTAINERD, KUBELET, NodeConfig
 from testbed.node_syscalls import Namespace, die_with_parent, unshare
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ _ROOT = Path(__file__).parents[1]
 
 def main(folder: str) -> int:
     """Run and then remove the node that this folder describes, and return the exit code."""
-    bed = Bed.read(Path(folder, "bed.json").read_text())
+    config = NodeConfig.read(Path(folder, "node.json").read_text())
     asked_to_end = _asked_to_end()
-    with _place(Path(bed.cache)) as place:
+    with _place(Path(config.cache)) as place:
         groups = node_cgroups.plan(node_cgroups.of_this_machine(), f"elastic-operator-node-{secrets.token_hex(6)}")
         (place / _GROUPS).write_text(node_cgroups.written(groups))
         try:
@@ -69,7 +68,7 @@ def say(event: str, **more: object) -> None:
 
 
 def sweep(cache: Path) -> None:
-    """Remove what remains of nodes whose keeper was killed."""
+    """Remove what remains of nodes whose supervisor was killed."""
     for lock in sorted(_places(cache).glob("*.lock")):
         place = lock.with_suffix("")
         with _lock(lock) as taken:
@@ -143,7 +142,7 @@ def _started(folder: str, place: Path, groups: node_cgroups.Groups) -> subproces
         unshare(others)
 
     return subprocess.Popen(
-        [sys.executable, "-m", "testbed.node_inside", folder, str(place)],
+        [sys.executable, "-m", "testbed.node_init", folder, str(place)],
         stdin=subprocess.DEVNULL,
         preexec_fn=become_the_node,  # noqa: PLW1509 - safe, because this process has one thread
         cwd=_ROOT,

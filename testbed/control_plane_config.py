@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class ControlPlaneConfig:
     """The files and addresses of a control plane.
 
     Attributes:
@@ -59,19 +59,19 @@ class Site:
         return self.folder / "pki" / "ca.crt"
 
 
-def write_credentials(site: Site) -> None:
+def write_credentials(config: ControlPlaneConfig) -> None:
     """Create the keys, certificates, tokens and the kubeconfig of a control plane."""
-    pki = site.folder / "pki"
+    pki = config.folder / "pki"
     pki.mkdir(exist_ok=True)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(pki / "ca.crt")
-    inside = str(ipaddress.ip_network(site.services)[1])  # the API server's address for pods
-    server = authority.issue_cert(site.address, inside, "localhost", "kubernetes.default.svc")
+    inside = str(ipaddress.ip_network(config.services)[1])  # the API server's address for pods
+    server = authority.issue_cert(config.address, inside, "localhost", "kubernetes.default.svc")
     server.private_key_pem.write_to_path(pki / "server.key")
     server.cert_chain_pems[0].write_to_path(pki / "server.crt")
     trustme.CA().private_key_pem.write_to_path(pki / "service-accounts.key")
-    (pki / "tokens.csv").write_text(f'{site.token},admin,admin,"system:masters"\n')
-    site.kubeconfig.write_text(kubeconfig(site.server, token=site.token, authority=site.authority))
+    (pki / "tokens.csv").write_text(f'{config.token},admin,admin,"system:masters"\n')
+    config.kubeconfig.write_text(kubeconfig(config.server, token=config.token, authority=config.authority))
 
 
 def kubeconfig(server: str, *, token: str, namespace: str = "default", authority: Path | None = None) -> str:
@@ -89,12 +89,12 @@ def kubeconfig(server: str, *, token: str, namespace: str = "default", authority
     )
 
 
-def etcd_command(site: Site) -> list[str]:
+def etcd_command(config: ControlPlaneConfig) -> list[str]:
     """Return the command line of etcd."""
-    clients, peers = (f"http://127.0.0.1:{port}" for port in (site.etcd_port, site.peer_port))
+    clients, peers = (f"http://127.0.0.1:{port}" for port in (config.etcd_port, config.peer_port))
     return [
         str(binary("etcd")),
-        f"--data-dir={site.folder / 'etcd-data'}",
+        f"--data-dir={config.folder / 'etcd-data'}",
         "--unsafe-no-fsync",
         f"--listen-client-urls={clients}",
         f"--advertise-client-urls={clients}",
@@ -105,37 +105,37 @@ def etcd_command(site: Site) -> list[str]:
     ]
 
 
-def api_server_command(site: Site) -> list[str]:
+def api_server_command(config: ControlPlaneConfig) -> list[str]:
     """Return the command line of the API server."""
-    pki = site.folder / "pki"
+    pki = config.folder / "pki"
     return [
         str(binary("kube-apiserver")),
-        f"--etcd-servers=http://127.0.0.1:{site.etcd_port}",
-        f"--bind-address={site.address}",
-        f"--advertise-address={site.address}",
-        f"--secure-port={site.port}",
+        f"--etcd-servers=http://127.0.0.1:{config.etcd_port}",
+        f"--bind-address={config.address}",
+        f"--advertise-address={config.address}",
+        f"--secure-port={config.port}",
         f"--tls-cert-file={pki / 'server.crt'}",
         f"--tls-private-key-file={pki / 'server.key'}",
         f"--token-auth-file={pki / 'tokens.csv'}",
         "--service-account-issuer=https://kubernetes.default.svc",
         f"--service-account-key-file={pki / 'service-accounts.key'}",
         f"--service-account-signing-key-file={pki / 'service-accounts.key'}",
-        f"--service-cluster-ip-range={site.services}",
+        f"--service-cluster-ip-range={config.services}",
         "--authorization-mode=Node,RBAC",
         "--allow-privileged",
         # A service cannot have a loopback address.
-        *(["--endpoint-reconciler-type=none"] if site.address.startswith("127.") else []),
+        *(["--endpoint-reconciler-type=none"] if config.address.startswith("127.") else []),
     ]
 
 
-def controller_manager_command(site: Site) -> list[str]:
+def controller_manager_command(config: ControlPlaneConfig) -> list[str]:
     """Return the command line of the controller manager."""
     return [
         str(binary("kube-controller-manager")),
-        f"--kubeconfig={site.kubeconfig}",
+        f"--kubeconfig={config.kubeconfig}",
         "--use-service-account-credentials",
-        f"--service-account-private-key-file={site.folder / 'pki' / 'service-accounts.key'}",
-        f"--root-ca-file={site.authority}",
+        f"--service-account-private-key-file={config.folder / 'pki' / 'service-accounts.key'}",
+        f"--root-ca-file={config.authority}",
         "--leader-elect=false",
         "--secure-port=0",
         # With the default limits, creating service accounts takes seconds, and pods are forbidden until then.
@@ -144,27 +144,27 @@ def controller_manager_command(site: Site) -> list[str]:
     ]
 
 
-def scheduler_command(site: Site) -> list[str]:
+def scheduler_command(config: ControlPlaneConfig) -> list[str]:
     """Return the command line of the scheduler."""
     return [
         str(binary("kube-scheduler")),
-        f"--kubeconfig={site.kubeconfig}",
+        f"--kubeconfig={config.kubeconfig}",
         "--leader-elect=false",
         "--secure-port=0",
     ]
 
 
-def environment(site: Site, *, programs: Sequence[str]) -> dict[str, str]:
+def environment(config: ControlPlaneConfig, *, programs: Sequence[str]) -> dict[str, str]:
     """Return an environment with these programs for commands on a cluster, without the user's own files and proxies."""
     inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     path = [*(str(binary(name).parent) for name in programs), os.environ.get("PATH", os.defpath)]
     return {
         **inherited,
-        "KUBECONFIG": str(site.kubeconfig),
-        "KUBECACHEDIR": str(site.folder / "kubectl-cache"),
+        "KUBECONFIG": str(config.kubeconfig),
+        "KUBECACHEDIR": str(config.folder / "kubectl-cache"),
         "KUBERC": "off",
-        "HELM_CACHE_HOME": str(site.folder / "helm" / "cache"),
-        "HELM_CONFIG_HOME": str(site.folder / "helm" / "config"),
-        "HELM_DATA_HOME": str(site.folder / "helm" / "data"),
+        "HELM_CACHE_HOME": str(config.folder / "helm" / "cache"),
+        "HELM_CONFIG_HOME": str(config.folder / "helm" / "config"),
+        "HELM_DATA_HOME": str(config.folder / "helm" / "data"),
         "PATH": os.pathsep.join(path),
     }

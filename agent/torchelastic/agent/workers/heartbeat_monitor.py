@@ -14,7 +14,7 @@ import resource
 import signal
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.agent.failures import MESSAGE_LIMIT, Explanation
+from torchelastic.agent.failures import MESSAGE_LIMIT, FailureCause
 from torchelastic.agent.workers.process_tree import read_process
 from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import FailureKind
@@ -56,8 +56,8 @@ _WAITING_FOR_OTHERS: Final = ("/torch/distributed/", "/torch/autograd/graph.py")
 """Parts of the file paths in the stack of a worker that waits for a collective operation, also in the backward pass."""
 
 
-class Heartbeats:
-    """The heartbeats of one round's workers. A worker without a heartbeat for `timeout` seconds counts as hung."""
+class HeartbeatMonitor:
+    """Monitors a round's heartbeats. A worker without a heartbeat for `timeout` seconds counts as hung."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         self.timeout = timeout
@@ -114,18 +114,18 @@ async def dump_stacks_and_kill(child: Child) -> None:
     await asyncio.wait([child.ended])
 
 
-def explain(symptom: str, tail: str) -> Explanation:
+def explain(symptom: str, tail: str) -> FailureCause:
     """Return why a hung worker was killed, from its symptom (no heartbeat) and the end of its output.
 
     A worker that waits for a collective operation is a less likely root cause than the worker that it waits for.
     """
     frames = [(match["path"], match["line"], match["function"]) for match in _frames(tail)]
     if not frames:
-        return Explanation(FailureKind.PROGRAM, symptom)
+        return FailureCause(FailureKind.PROGRAM, symptom)
     waits = any(part in path for path, _, _ in frames for part in _WAITING_FOR_OTHERS)
     calls = [f"{function} ({path.rpartition('/')[2]}:{line})" for path, line, function in frames]
     text = f"{symptom}; it was in {', called by '.join(calls)}"
-    return Explanation(FailureKind.COMMUNICATION if waits else FailureKind.PROGRAM, shorten(text, MESSAGE_LIMIT))
+    return FailureCause(FailureKind.COMMUNICATION if waits else FailureKind.PROGRAM, shorten(text, MESSAGE_LIMIT))
 
 
 def _frames(tail: str) -> list[re.Match[str]]:

@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from testbed import node_cgroups, node_config, node_parts
-from testbed.node_config import Bed
+from testbed import node_cgroups, node_components, node_config
+from testbed.node_config import NodeConfig
 from testbed.node_syscalls import Mount, mount
 
 if TYPE_CHECKING:
@@ -37,26 +37,26 @@ def main(folder: str, place: str) -> int:
     """Run the node until it is killed or a part exits; return the exit code.
 
     Args:
-        folder: the folder with the node's :class:`Bed`.
+        folder: the folder with the node's :class:`NodeConfig`.
         place: the folder of files that must be on a disk.
     """
-    bed = Bed.read(Path(folder, "bed.json").read_text())
+    config = NodeConfig.read(Path(folder, "node.json").read_text())
     try:
-        arrange(bed, Path(place))
+        arrange(config, Path(place))
     except (OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", None) or error
-        node_parts.say("failed", words=f"the node's namespaces cannot be set up: {words}")
+        node_components.say("failed", words=f"the node's namespaces cannot be set up: {words}")
         return _PROGRAM_FAILED
     child = os.fork()
     if child == 0:
-        os._exit(node_parts.main(bed))
+        os._exit(node_components.main(config))
     while True:  # orphans become children of this process
         pid, status = os.wait()
         if pid == child:
             return os.waitstatus_to_exitcode(status)
 
 
-def arrange(bed: Bed, place: Path) -> None:
+def arrange(config: NodeConfig, place: Path) -> None:
     """Set up the namespaces.
 
     Raises:
@@ -66,7 +66,7 @@ def arrange(bed: Bed, place: Path) -> None:
     mount("none", "/", flags=Mount.RECURSIVE | Mount.PRIVATE)
     socket.sethostname(node_config.NAME)
     hierarchies = node_cgroups.of_this_machine()
-    hidden = [path for path in map(Path, bed.shown) if any(map(path.is_relative_to, (*_COVERED, *_HIDDEN)))]
+    hidden = [path for path in map(Path, config.shown) if any(map(path.is_relative_to, (*_COVERED, *_HIDDEN)))]
     shown = {path: os.open(path, os.O_PATH) for path in hidden}
     shown |= {path: os.open(place / path.name, os.O_PATH) for path in (node_config.CONTAINERD, node_config.KUBELET)}
 
@@ -83,8 +83,8 @@ def arrange(bed: Bed, place: Path) -> None:
         mount(f"/proc/self/fd/{opened}", path, flags=Mount.BIND | Mount.RECURSIVE)
         os.close(opened)
 
-    _connect(bed.environ)
-    _choose_iptables(bed)
+    _connect(config.environ)
+    _choose_iptables(config)
     _cover_kernel_values(node_config.KERNEL_VALUES)
 
 
@@ -128,12 +128,12 @@ def _connect(environ: Mapping[str, str]) -> None:
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
 
-def _choose_iptables(bed: Bed) -> None:
+def _choose_iptables(config: NodeConfig) -> None:
     """Use the older iptables backend if the kernel lacks the newer one."""
     asked = ["iptables", "--table=nat", "--list", "--numeric"]
-    if subprocess.run(asked, env=bed.environ, capture_output=True, timeout=30, check=False).returncode != 0:
+    if subprocess.run(asked, env=config.environ, capture_output=True, timeout=30, check=False).returncode != 0:
         for name in (f"ip{version}tables{what}" for version in ("", "6") for what in ("", "-save", "-restore")):
-            (node_config.BIN / name).symlink_to(f"{bed.tools}/usr/sbin/xtables-legacy-multi")
+            (node_config.BIN / name).symlink_to(f"{config.tools}/usr/sbin/xtables-legacy-multi")
 
 
 def _cover_kernel_values(values: Mapping[str, str]) -> None:
@@ -150,5 +150,5 @@ def _cover_kernel_values(values: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keeper stops the node
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor stops the node
     sys.exit(main(*sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Measure the size and the structure of the project, which determine the effort of its maintenance.
 
-    .venv/bin/python -m scripts.census [--static]
+    .venv/bin/python -m scripts.code_metrics [--static]
 
 Prints, as JSON: the lines of each package; the import cycles; the modules that run between a worker's crash and the
 start of its successor; the modules that run between ``kubectl apply`` and the creation of the pods; and the path of a
@@ -27,8 +27,8 @@ PACKAGES: Final = {"agent": ROOT / "agent/torchelastic", "operator": ROOT / "ope
 
 _TRACER: Final = """
 import atexit, enum, os, sys, threading, time
-_ROOTS = tuple(os.environ["CENSUS_ROOTS"].split(":"))
-_LOG = os.environ["CENSUS_LOG"]
+_ROOTS = tuple(os.environ["CODE_METRICS_ROOTS"].split(":"))
+_LOG = os.environ["CODE_METRICS_LOG"]
 _last = None
 _depth = 0
 _walk = []
@@ -145,7 +145,7 @@ async def crash_path() -> list[str]:
         starts = here / "starts"
         async with EtcdServer(here) as etcd:
             address = etcd.endpoint.removeprefix("http://")
-            command = ("--nnodes=1", "--max-restarts=1", f"--rdzv-endpoint={address}", "--rdzv-id=census")
+            command = ("--nnodes=1", "--max-restarts=1", f"--rdzv-endpoint={address}", "--rdzv-id=code-metrics")
             run = Path(sys.executable).with_name("torchelastic-run")
             argv = (str(run), *command, str(here / "program.py"), str(starts))
             process = await asyncio.create_subprocess_exec(*argv, env=_traced(here), stdout=subprocess.DEVNULL)
@@ -198,7 +198,12 @@ def _traced(folder: Path) -> dict[str, str]:
     """Return the environment variables of a traced run, which writes its trace into a folder."""
     (folder / "sitecustomize.py").write_text(_TRACER)
     roots = ":".join(str(package) for package in PACKAGES.values())
-    return {**os.environ, "PYTHONPATH": str(folder), "CENSUS_LOG": str(folder / "trace"), "CENSUS_ROOTS": roots}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "CODE_METRICS_LOG": str(folder / "trace"),
+        "CODE_METRICS_ROOTS": roots,
+    }
 
 
 def _trace(folder: Path) -> Trace:
@@ -218,7 +223,9 @@ def _lines(file: Path) -> int:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.census", description="Measure the size of the project.")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.code_metrics", description="Measure the size of the project."
+    )
     parser.add_argument("--static", action="store_true", help="count lines and import cycles only")
     counted: dict[str, Any] = {"lines": lines_by_package(), "import_cycles": import_cycles()}
     if not parser.parse_args().static:

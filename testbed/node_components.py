@@ -15,13 +15,13 @@ from testbed.daemons import Daemon, DaemonDied, probing, until_ready
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from testbed.node_config import Bed
+    from testbed.node_config import NodeConfig
 
 
-def main(bed: Bed) -> int:
+def main(config: NodeConfig) -> int:
     """Start all parts, report when a part is not ready in time or exits, and return the exit code."""
     try:
-        asyncio.run(_run(bed))
+        asyncio.run(_run(config))
     except DaemonDied as error:
         say("failed", words=str(error))
     return 1
@@ -32,9 +32,9 @@ def say(event: str, **more: object) -> None:
     print(json.dumps({"event": event, **more}), flush=True)
 
 
-async def _run(bed: Bed) -> None:
-    async with probing(bed.authority, bed.token) as get:
-        parts = _Parts(bed, get)
+async def _run(config: NodeConfig) -> None:
+    async with probing(config.authority, config.token) as get:
+        parts = _Parts(config, get)
         await parts.start()
         say("ready")
         await parts.until_one_ends()
@@ -43,8 +43,8 @@ async def _run(bed: Bed) -> None:
 class _Parts:
     """The parts of one node, which are killed when this process exits."""
 
-    def __init__(self, bed: Bed, get: Callable[[str], Awaitable[str]]) -> None:
-        self._bed = bed
+    def __init__(self, config: NodeConfig, get: Callable[[str], Awaitable[str]]) -> None:
+        self._config = config
         self._get = get
         self._daemons: dict[str, Daemon] = {}
 
@@ -88,7 +88,7 @@ class _Parts:
 
     async def _start_containerd(self) -> None:
         tidying = self._daemon(
-            [word.replace(".toml", "-without-pods.toml") for word in self._bed.commands["containerd"]]
+            [word.replace(".toml", "-without-pods.toml") for word in self._config.commands["containerd"]]
         )
         tidying.start()
         await self._until(tidying, _containerd_answers)
@@ -105,13 +105,13 @@ class _Parts:
             self._output([*control, "delete", *listed])
 
     def _output(self, command: list[str]) -> str:
-        return subprocess.run(command, env=self._bed.environ, check=True, stdout=subprocess.PIPE, text=True).stdout
+        return subprocess.run(command, env=self._config.environ, check=True, stdout=subprocess.PIPE, text=True).stdout
 
     def _daemon(self, command: list[str]) -> Daemon:
-        return Daemon(command, folder=Path(self._bed.folder), environ=self._bed.environ)
+        return Daemon(command, folder=Path(self._config.folder), environ=self._config.environ)
 
     def _start(self, name: str) -> Daemon:
-        daemon = self._daemons[name] = self._daemon(self._bed.commands[name])
+        daemon = self._daemons[name] = self._daemon(self._config.commands[name])
         daemon.start()
         return daemon
 
@@ -120,7 +120,7 @@ class _Parts:
         await until_ready(probe, *self._daemons.values(), daemon)
 
     def _api_answers(self, path: str) -> Callable[[], Awaitable[bool]]:
-        return self._answers(self._bed.server + path)
+        return self._answers(self._config.server + path)
 
     def _answers(self, url: str) -> Callable[[], Awaitable[bool]]:
         async def probe() -> bool:
@@ -130,7 +130,7 @@ class _Parts:
 
     async def _node_takes_pods(self) -> bool:
         """Return whether the node is ready, and the controller manager has removed its taints."""
-        text = await self._get(f"{self._bed.server}/api/v1/nodes/{node_config.NAME}")
+        text = await self._get(f"{self._config.server}/api/v1/nodes/{node_config.NAME}")
         node = json.loads(text or "{}")
         conditions = {each["type"]: each["status"] for each in node.get("status", {}).get("conditions", ())}
         return conditions.get("Ready") == "True" and not node["spec"].get("taints")

@@ -32,16 +32,16 @@ _ENTER: Final = (
     *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"),
 )
 
-_ROOM: Final = r"""
+_SANDBOX: Final = r"""
 set -e
 exec 3<"$CACHE"
-mkdir "$ROOM/run" "$ROOM/names"
+mkdir "$SANDBOX/run" "$SANDBOX/names"
 # In a container, these two are mounts of their own, which an overlay does not show.
-cat /etc/resolv.conf > "$ROOM/names/resolv.conf"
-cat /etc/hosts > "$ROOM/names/hosts"
-mount -t tmpfs -o mode=755 room "$ROOM/run"
+cat /etc/resolv.conf > "$SANDBOX/names/resolv.conf"
+cat /etc/hosts > "$SANDBOX/names/hosts"
+mount -t tmpfs -o mode=755 sandbox "$SANDBOX/run"
 for folder in etc run var; do
-    upper="$ROOM/run/$folder" work="$ROOM/run/$folder.work"
+    upper="$SANDBOX/run/$folder" work="$SANDBOX/run/$folder.work"
     mkdir "$upper" "$work"
     mount -t overlay -o "lowerdir=/$folder,upperdir=$upper,workdir=$work" overlay "/$folder"
 done
@@ -49,7 +49,7 @@ mount --no-canonicalize --bind /proc/self/fd/3 "$CACHE"
 exec 3<&-
 for name in resolv.conf hosts; do
     rm -f "/etc/$name"
-    cat "$ROOM/names/$name" > "/etc/$name"
+    cat "$SANDBOX/names/$name" > "/etc/$name"
 done
 mkdir -p /etc/containers
 cp -r "$TOOLS"/etc/containers/. /etc/containers/
@@ -61,7 +61,7 @@ exec "$@"
 """
 """A script that mounts the overlays, and mounts the cache folder again, which may be below one of the overlays."""
 
-_PREFIX: Final = "room-"
+_PREFIX: Final = "sandbox-"
 _TAIL: Final = 4000
 """Number of characters of a failed command's output in the error."""
 
@@ -83,23 +83,23 @@ def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> Non
     if os.geteuid() != 0:
         raise Missing("root", "images are built in namespaces: run `make test` as root")
     tools = packages.unpacked("build")
-    with locked("room"):
+    with locked("sandbox"):
         _sweep()
-        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_PREFIX, ignore_cleanup_errors=True) as room:
+        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_PREFIX, ignore_cleanup_errors=True) as sandbox:
             environment = {
                 **os.environ,
                 **packages.environment(tools),
                 "LC_ALL": "C",
                 "DEBOOTSTRAP_DIR": str(tools / "usr/share/debootstrap"),
                 "CACHE": str(cache_folder().resolve()),
-                "ROOM": room,
+                "SANDBOX": sandbox,
                 "TOOLS": str(tools),
-                "TMPDIR": room,
+                "TMPDIR": sandbox,
                 **env,
             }
             try:
                 done = subprocess.run(
-                    [*_ENTER, "sh", "-c", _ROOM, "room", "sh", "-e", "-c", script],
+                    [*_ENTER, "sh", "-c", _SANDBOX, "sandbox", "sh", "-e", "-c", script],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -117,8 +117,8 @@ def run(script: str, *, makes: str, limit: float, env: Mapping[str, str]) -> Non
 
 def _sweep() -> None:
     """Remove the folders of killed builds; there is no other build while the lock is held."""
-    for room in cache_folder().glob(f"{_PREFIX}*"):
-        shutil.rmtree(room, ignore_errors=True)
+    for sandbox in cache_folder().glob(f"{_PREFIX}*"):
+        shutil.rmtree(sandbox, ignore_errors=True)
 
 
 _PIP_OPTIONS: Final = (
