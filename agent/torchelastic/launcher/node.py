@@ -21,7 +21,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.agent.function_call import CALL_MODULE, code_folder, exception_file, result_file, write_call
+from torchelastic.agent.function_call import (
+    CALL_MODULE,
+    code_folder,
+    exception_file,
+    remove_results,
+    result_file,
+    write_call,
+)
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import machine
 from torchelastic.config.parse import count_workers
@@ -208,6 +215,8 @@ def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) ->
         path = exception_file(scratch, failure.round, failure.rank)
         if ended["own"] and path.exists():
             content = path.read_bytes()
+    if ending.code is not ExitCode.SUCCEEDED:
+        remove_results(scratch)
     channel.send(ended, content)
 
 
