@@ -1,8 +1,8 @@
 """Send a function to the workers, and collect the results or exceptions of their calls.
 
 The function and the results are files in the agent's scratch folder, which only this user can read, and which the agent
-removes when it exits. Results are files in memory if there is enough. Only the program that starts the workers and the workers themselves write these files; no other
-data is unpickled.
+removes when it exits; a result is in memory if there is enough. Only the program that starts the workers, and the
+workers themselves, write these files; no other data is unpickled.
 """
 
 from __future__ import annotations
@@ -281,7 +281,8 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:  # noqa: ANN401 - likewise
     import torch
 
     # Tensors of the newer types have an untyped storage, but are made from a typed one.
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype or torch.uint8, _internal=True)
+    kind: Any = torch.storage.TypedStorage
+    return kind(wrap_storage=untyped, dtype=dtype or torch.uint8, _internal=True)
 
 
 def _init_process_group(backend: str, timeout: float) -> None:

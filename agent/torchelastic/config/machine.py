@@ -123,7 +123,7 @@ def cpu_count(root: Path = Path("/")) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return how many bytes this process can still use, by the machine's memory and the limits of its control groups."""
+    """Return how many bytes this process can still use, by the memory of the machine and of its control groups."""
     free = [_field(root / "proc/meminfo", "MemAvailable:") * 1024]
     for folder in control_groups("memory", root):
         for limit_file, used_file, cache in _MEMORY_FILES:
