@@ -15,13 +15,13 @@ import socket
 import stat
 import struct
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _SIZES: Final = struct.Struct(">IQ")
 _HEADER_LIMIT: Final = 1 << 24
@@ -95,7 +95,7 @@ class Channel:
         self._thread.start()
 
     def send(self, message: dict[str, Any], content: bytes | Path = b"") -> None:
-        """Send a message with content, or with the content of a file, which is then removed.
+        """Send a message with content, or with the content of a file, which is removed after the next message.
 
         Without effect if the other end is closed.
         """
@@ -128,9 +128,13 @@ class Channel:
         self._thread.join()
 
     def _write_all(self) -> None:
+        sent: bytes | Path = b""
         with contextlib.suppress(OSError):  # the other end is closed, which the reader notices
             while (item := self._queue.get()) is not None:
                 self._write_message(*item)
+                if isinstance(sent, Path):  # removing a large file takes time, for which the next message does not wait
+                    sent.unlink(missing_ok=True)
+                sent = item[1]
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(self._target).st_mode):  # both descriptors are one socket
                 with socket.socket(fileno=os.dup(self._target)) as connection:
@@ -148,7 +152,6 @@ class Channel:
             self._write(_SIZES.pack(len(header), size) + header)
             while left:
                 left -= os.sendfile(self._target, file.fileno(), None, min(left, _CHUNK))
-        content.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
