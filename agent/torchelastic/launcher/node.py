@@ -19,7 +19,7 @@ import sys
 import tarfile
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.function_call import (
     CALL_MODULE,
@@ -206,8 +206,11 @@ def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) ->
     if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
         round, ranks = agent.ranks
         for local_rank, rank in enumerate(ranks):
-            path = result_file(scratch, round, rank)
-            value = path if path.exists() else pickle.dumps(None)  # the worker has called sys.exit(0)
+            value: bytes | IO[bytes] = pickle.dumps(None)  # if the worker has called sys.exit(0)
+            with contextlib.suppress(FileNotFoundError):
+                path = result_file(scratch, round, rank)
+                value = path.open("rb")
+                path.unlink()  # a later call has a file of the same name
             channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
     content = b""
     if failure is not None:
