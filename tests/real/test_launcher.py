@@ -142,6 +142,11 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             value[-1] = 1
             return value
 
+        def without_memory():
+            from torchelastic.agent import function_call
+            function_call.available_memory = lambda: 0
+            return large(50_000_000)
+
         def children():
             own = f"PPid:\\t{os.getpid()}\\n"
             return [name for name in os.listdir("/proc") if name.isdigit() and own in status(name)]
@@ -161,6 +166,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             answer["keywords"] = trx.Launcher(workers_per_host=1).run(lambda a, b: a - b, 5, b=3).rank(0)
             answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
             answer["large"] = [(len(each), each[-1]) for each in outcome(large, 50_000_000)]
+            answer["no memory"] = [(len(each), each[-1]) for each in outcome(without_memory)]
             answer["empty"] = outcome(bytes) == [b"", b""]
             answer["tensors"] = checked(outcome(tensors, workers_per_host=1)[0])
             answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
@@ -182,6 +188,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         "keywords": 2,
         "older form": 7,
         "large": [[50_000_000, 1]] * 2,
+        "no memory": [[50_000_000, 1]] * 2,
         "empty": True,
         "tensors": [
             *(-1.0, -1.0, False, True, True),
