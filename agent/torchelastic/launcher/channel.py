@@ -7,6 +7,7 @@ unpickled.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -15,24 +16,31 @@ import socket
 import stat
 import struct
 import threading
+import time
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _SIZES: Final = struct.Struct(">IQ")
 _HEADER_LIMIT: Final = 1 << 24
 _CHUNK: Final = 64 << 20
 
+_PING_INTERVAL: Final = 5.0
+
+PING_TIMEOUT: Final = 30.0
+"""Seconds without data after which an end that sends pings counts as lost."""
+
 
 class Content(io.RawIOBase):
     """The content of a received message, as a file, so that a large object is unpickled while it arrives."""
 
-    def __init__(self, source: io.FileIO, size: int) -> None:
+    def __init__(self, source: io.FileIO, size: int, received: Callable[[], None]) -> None:
         self._source = source
         self._left = size
+        self._received = received
 
     def readable(self) -> bool:
         """Return True."""
@@ -48,6 +56,7 @@ class Content(io.RawIOBase):
                 count = self._source.readinto(view[done : done + _CHUNK])
             if not count:
                 raise EOFError
+            self._received()
             done += count
         self._left -= done
         return done
@@ -83,11 +92,14 @@ class Channel:
     Args:
         source: the descriptor to read from; the channel closes both.
         target: the descriptor to write to.
+        pings: whether to send a message "ping" when nothing else is sent, so that the other end notices a broken path.
     """
 
-    def __init__(self, source: int, target: int) -> None:
+    def __init__(self, source: int, target: int, *, pings: bool = False) -> None:
         self._source = source
         self._target = target
+        self._interval = _PING_INTERVAL if pings else None
+        self._received_at = time.monotonic()
         _open.update((source, target))
         self._queue: queue.SimpleQueue[tuple[dict[str, Any], bytes | IO[bytes]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="torchelastic: channel", daemon=True)
@@ -109,10 +121,11 @@ class Channel:
         source = open(self._source, "rb", buffering=0, closefd=False)  # noqa: SIM115 - a descriptor
         try:
             while True:
-                header, size = _SIZES.unpack(Content(source, _SIZES.size).read())
+                header, size = _SIZES.unpack(Content(source, _SIZES.size, self._received).read())
                 if header > _HEADER_LIMIT:
                     raise ValueError("not a message")
-                yield msgspec.msgpack.decode(Content(source, header).read()), Content(source, size)
+                message = msgspec.msgpack.decode(Content(source, header, self._received).read())
+                yield message, Content(source, size, self._received)
         except EOFError:
             pass
         finally:
@@ -131,7 +144,7 @@ class Channel:
             contextlib.suppress(OSError),
             contextlib.ExitStack() as sent,
         ):  # the other end is closed, as the reader notices
-            while (item := self._queue.get()) is not None:
+            while (item := self._next()) is not None:
                 self._write_message(*item)
                 sent.close()  # freeing a large file takes time, for which the message after it does not wait
                 if not isinstance(item[1], bytes):
@@ -141,6 +154,22 @@ class Channel:
                 with socket.socket(fileno=os.dup(self._target)) as connection:
                     connection.shutdown(socket.SHUT_WR)
         _close(self._target)
+
+    def _next(self) -> tuple[dict[str, Any], bytes | IO[bytes]] | None:
+        try:
+            return self._queue.get(timeout=self._interval)
+        except queue.Empty:
+            return {"type": "ping"}, b""
+
+    def _received(self) -> None:
+        self._received_at = time.monotonic()
+
+    async def silence(self) -> None:
+        """Wait until the other end, which sends pings, has sent nothing for :data:`PING_TIMEOUT`."""
+        left = PING_TIMEOUT
+        while left > 0:
+            await asyncio.sleep(left)
+            left = self._received_at + PING_TIMEOUT - time.monotonic()
 
     def _write_message(self, message: dict[str, Any], content: bytes | IO[bytes]) -> None:
         header = msgspec.msgpack.encode(message)

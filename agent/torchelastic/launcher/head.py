@@ -154,7 +154,8 @@ class ProcessNode(Node):
             except OSError as error:
                 ours.close()
                 raise AgentFailedError(f"{argv[0]} cannot be started: {error.strerror}.") from None
-        super().__init__(host.name, Channel(os.dup(ours.fileno()), ours.detach()), events, store)
+        channel = Channel(os.dup(ours.fileno()), ours.detach(), pings=not host.is_local)
+        super().__init__(host.name, channel, events, store)
         self._errors = b""
         self._errors_read = threading.Event()
         self.start()
@@ -359,7 +360,12 @@ class Head:
                 node = _take_idle(key, events) if key is not None else None
                 if node is None:
                     node = ProcessNode(host, self.command(host), events, store)
-                    own = {"index": index, "workers": host.workers, "ssh": host.start == "ssh" and not host.is_local}
+                    own = {
+                        "index": index,
+                        "workers": host.workers,
+                        "remote": not host.is_local,
+                        "ssh": host.start == "ssh" and not host.is_local,
+                    }
                     node.channel.send({**self.opened, **own}, self.code)
                 nodes.append(node)
                 node.channel.send({"type": "call"}, call)

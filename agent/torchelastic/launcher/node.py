@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.function_call import (
@@ -35,7 +34,7 @@ from torchelastic.config.parse import count_workers
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import AgentSettings, LogSettings, Program, ProgramKind, RendezvousSettings
 from torchelastic.errors import SettingsError, TorchElasticError
-from torchelastic.launcher.channel import Channel
+from torchelastic.launcher.channel import PING_TIMEOUT, Channel
 from torchelastic.protocol.pod import ExitCode
 from torchelastic.protocol.records import SizeRecord
 from torchelastic.version import __version__
@@ -102,7 +101,6 @@ class Inbox:
     Attributes:
         messages: the messages with their contents; None at the end.
         store: the store of the launch, if it is in the launcher's memory.
-        last_message: when the last message has arrived, by the monotonic clock.
     """
 
     def __init__(self, channel: Channel, output: ChannelOutput, lost: Callable[[], None]) -> None:
@@ -111,7 +109,6 @@ class Inbox:
         self._lost = lost
         self.messages: asyncio.Queue[tuple[dict[str, Any], bytes] | None] = asyncio.Queue()
         self.store: ChannelStore | None = None
-        self.last_message = time.monotonic()
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -124,7 +121,6 @@ class Inbox:
         self._lost()
 
     def _take(self, message: dict[str, Any], content: bytes) -> None:
-        self.last_message = time.monotonic()
         match message["type"]:
             case "handled":
                 self._output.handled(message["size"])
@@ -148,16 +144,24 @@ class Node:
 
     async def run(self) -> None:
         """Run the calls until the launcher closes the channel."""
+        watching = None
         try:
             if (first := await self._inbox.messages.get()) is not None:
                 settings = _settings(first[0])
+                watching = asyncio.create_task(self._watch()) if first[0]["remote"] else None
                 async with Workers(settings, output=self._output) as workers:
                     extract_code(first[1], workers.scratch)
                     await self._take_calls(settings, workers)
         except TorchElasticError as error:
             self._channel.send({"type": "refused", "message": f"{error}"})
+        if watching is not None:
+            watching.cancel()
         self._channel.close()
         await asyncio.to_thread(self._channel.join)
+
+    async def _watch(self) -> None:
+        await self._channel.silence()
+        self._lost()
 
     def _lost(self) -> None:
         threading.Timer(_EXIT_TIMEOUT, os._exit, [1]).start()
@@ -242,7 +246,11 @@ def _settings(opened: Mapping[str, Any]) -> AgentSettings:
     size = SizeRecord(min=opened["min_hosts"], max=len(hosts), desired=len(hosts))
     return AgentSettings(
         rendezvous=RendezvousSettings(
-            opened["run_id"], size, max_restarts=opened["max_restarts"], join_timeout=opened["agent_timeout"]
+            opened["run_id"],
+            size,
+            max_restarts=opened["max_restarts"],
+            join_timeout=opened["agent_timeout"],
+            lease=PING_TIMEOUT,  # the store ends with the launcher, and knows at once which channels have ended
         ),
         store=None,
         node_name=hosts[index],

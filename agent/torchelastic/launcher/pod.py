@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import os
 import socket
-import time
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.agent import Agent
@@ -23,7 +22,7 @@ from torchelastic.agent.function_call import CALL_MODULE, write_call
 from torchelastic.agent.signals import SignalReceived, Signals
 from torchelastic.config.settings import LogSettings, Program, ProgramKind
 from torchelastic.errors import SettingsError
-from torchelastic.launcher.channel import Channel
+from torchelastic.launcher.channel import PING_TIMEOUT, Channel
 from torchelastic.launcher.node import ChannelOutput, Inbox, env_file_variables, extract_code, greet, report
 from torchelastic.launcher.relay import socket_path
 from torchelastic.protocol.pod import LEAVING_SIGNALS, LEFT_CODES
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT: Final = 120.0
 """Seconds without a launcher after which the job fails; it may have died before it could connect."""
-
-_PING_TIMEOUT: Final = 30.0
-"""Seconds without a message of the launcher after which it counts as lost; it sends one every 5 s."""
 
 _STOP_TIMEOUT: Final = 2.0
 """Seconds between SIGTERM and SIGKILL for the workers if the launcher stops or dies."""
@@ -171,11 +167,8 @@ class _Call:
             self._loop.call_later(_STOP_TIMEOUT, self._agent.leave)
 
     async def _watch(self) -> None:
-        while (left := self._inbox.last_message + _PING_TIMEOUT - time.monotonic()) > 0:
-            await asyncio.sleep(left)
-            if self._lost.is_set():
-                return
-        logger.warning("the launching program has sent nothing for %.0f s", _PING_TIMEOUT)
+        await self._channel.silence()
+        logger.warning("the launching program has sent nothing for %.0f s", PING_TIMEOUT)
         self._inbox.messages.put_nowait(None)
         self._lose()
 

@@ -45,7 +45,6 @@ _KEEP: Final = "keep"
 _WATCH_SECONDS: Final = 60
 """Seconds after which the API server ends a watch, and it begins again; a broken connection is noticed by then."""
 _RETRY_DELAY: Final = 0.3
-_PING_INTERVAL: Final = 5.0
 _CHUNK: Final = 128 << 10
 _ENDED_JOBS_KEPT: Final = 3600
 """Seconds after which the operator deletes a job whose launcher has died; a large result must have arrived by then."""
@@ -242,7 +241,7 @@ class JobCluster:
         """Pass messages on until one side ends; return whether it is the launcher, after the call."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        node = Node(host, Channel(os.dup(ours.fileno()), ours.detach()), self._events)
+        node = Node(host, Channel(os.dup(ours.fileno()), ours.detach(), pings=True), self._events)
         self._events.put((node, {"type": "connected"}, None))
         node.start()
 
@@ -253,13 +252,13 @@ class JobCluster:
         with theirs:
             sending = asyncio.create_task(_send(theirs, stream))
             receiving = asyncio.create_task(_receive(stream, theirs, has_begun))
-            tasks = sending, receiving, asyncio.create_task(_ping(node))
+            tasks = sending, receiving
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
-                sent, received, _ = await asyncio.gather(*tasks, return_exceptions=True)
+                sent, received = await asyncio.gather(*tasks, return_exceptions=True)
             if isinstance(received, str):
                 self._problem = node.problem = received
         return sent is None
@@ -294,12 +293,6 @@ async def _send(source: socket.socket, stream: aiohttp.ClientWebSocketResponse) 
     loop = asyncio.get_running_loop()
     while data := await loop.sock_recv(source, _CHUNK):
         await stream.send_bytes(b"\0" + data)
-
-
-async def _ping(node: Node) -> None:
-    while True:
-        node.channel.send({"type": "ping"})
-        await asyncio.sleep(_PING_INTERVAL)
 
 
 async def _receive(
