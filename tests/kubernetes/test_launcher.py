@@ -218,7 +218,7 @@ async def test_a_launch_follows_scaling_and_lost_pods_and_ends_with_its_program(
     await user.wait(name, "condition=Failed")
     conditions = (await user.get(name))["status"]["conditions"]
     assert "the launching program has ended" in json.dumps(conditions)
-    assert (await user.get(name))["spec"]["ttlSecondsAfterFinished"] == 60
+    assert (await user.get(name))["spec"]["ttlSecondsAfterFinished"] == 3600
 
     process, _ = await notebook.begin("trx.launch(steps, (9_000,), **PLACE)", "training")
     await notebook.kill("steps, (9_000,)", signal.SIGINT)

@@ -97,6 +97,7 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         tmp_path,
         """
         from dataclasses import dataclass
+        import numpy
         import torch
 
         @dataclass
@@ -109,6 +110,42 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         def reduced(tensor):
             torch.distributed.all_reduce(tensor)
             return tensor.item()
+
+        def tensors():
+            base = torch.arange(12_000_000.0).reshape(3, -1)
+            tied = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            tied[1].weight = tied[0].weight
+            types = [torch.ones(2, dtype=each) for each in (torch.bfloat16, torch.uint16, torch.bool, torch.cfloat)]
+            others = [torch.empty(0), torch.eye(2).to_sparse(), torch.empty(2, device="meta")]
+            return {
+                "base": base, "row": base[1], "columns": base.t(), "tied": tied, "types": types, "others": others,
+                "gradient": torch.ones(2, requires_grad=True), "array": numpy.arange(3), "bytes": bytearray(b"abc"),
+            }
+
+        def checked(got):
+            got["base"][1, 0], got["array"][0], got["bytes"][0] = -1, 7, 65
+            return [
+                got["row"][0].item(),
+                got["columns"][0, 1].item(),
+                got["columns"].is_contiguous(),
+                got["base"].sum().item() > 0,
+                got["tied"][0].weight is got["tied"][1].weight and got["tied"][0].weight.requires_grad,
+                [f"{each.dtype}" for each in got["types"] if each[1] == 1],
+                [each.numel() for each in got["others"]],
+                got["gradient"].requires_grad,
+                got["array"].tolist(),
+                got["bytes"].decode(),
+            ]
+
+        def large(size):
+            value = bytearray(size)
+            value[-1] = 1
+            return value
+
+        def without_memory():
+            from torchelastic.agent import function_call
+            function_call.available_memory = lambda: 0
+            return large(50_000_000)
 
         def children():
             own = f"PPid:\\t{os.getpid()}\\n"
@@ -128,7 +165,10 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             answer["no group"] = outcome(dist.is_initialized, backend=None)
             answer["keywords"] = trx.Launcher(workers_per_host=1).run(lambda a, b: a - b, 5, b=3).rank(0)
             answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
-            answer["large"] = [len(each) for each in outcome(lambda: bytes(50_000_000))]
+            answer["large"] = [(len(each), each[-1]) for each in outcome(large, 50_000_000)]
+            answer["no memory"] = [(len(each), each[-1]) for each in outcome(without_memory)]
+            answer["empty"] = outcome(bytes) == [b"", b""]
+            answer["tensors"] = checked(outcome(tensors, workers_per_host=1)[0])
             answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
             answer["exit"] = outcome(lambda: rank() or sys.exit(0))
             first = outcome(os.getppid, workers_per_host=1)
@@ -147,7 +187,14 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
         "no group": [False, False],
         "keywords": 2,
         "older form": 7,
-        "large": [50_000_000] * 2,
+        "large": [[50_000_000, 1]] * 2,
+        "no memory": [[50_000_000, 1]] * 2,
+        "empty": True,
+        "tensors": [
+            *(-1.0, -1.0, False, True, True),
+            ["torch.bfloat16", "torch.uint16", "torch.bool", "torch.complex64"],
+            *([0, 4, 2], True, [7, 1, 2], "Abc"),
+        ],
         "environment": ["é'"] * 2,
         "exit": [None, 1],
         "warm": True,

@@ -1,16 +1,19 @@
 """Send a function to the workers, and collect the results or exceptions of their calls.
 
 The function and the results are files in the agent's scratch folder, which only this user can read, and which the agent
-removes when it exits. Only the program that starts the workers and the workers themselves write these files; no other
-data is unpickled.
+removes when it exits; a result is in memory if there is enough. Only the program that starts the workers, and the
+workers themselves, write these files; no other data is unpickled.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import datetime as dt
+import errno
 import importlib
+import io
 import json
 import logging
 import os
@@ -24,8 +27,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
+from torchelastic.config.machine import available_memory
 from torchelastic.errors import SettingsError
-from torchelastic.protocol.worker import WORKER_SOCKET
+from torchelastic.protocol.worker import MEMORY, WORKER_SOCKET
 from torchelastic.training.errors import record_exception
 
 if TYPE_CHECKING:
@@ -36,6 +40,11 @@ CALL_MODULE: Final = "torchelastic.agent.function_call"
 
 _CALL: Final = "call"
 _ENVIRONMENT: Final = "environment"
+
+_MEMORY_RESERVE: Final = 1 << 28
+"""Bytes of memory that stay available beside a result and its copy in the launching program."""
+
+_WRITE_SIZE: Final = 1 << 25
 
 RECORD_MARK: Final = "\x1e"
 """The first character of a line of standard error that is a log record: its level, logger and message, as JSON."""
@@ -103,9 +112,7 @@ def write_call(scratch: Path, call: bytes, environment: Mapping[str, str] = Mapp
     Raises:
         SettingsError: the file cannot be written.
     """
-    for pattern in ("result.*", "exception.*"):
-        for left in scratch.glob(pattern):
-            left.unlink()
+    remove_results(scratch)
     try:
         (scratch / _ENVIRONMENT).write_text(json.dumps(dict(environment)))
         (scratch / _CALL).write_bytes(call)
@@ -116,6 +123,14 @@ def write_call(scratch: Path, call: bytes, environment: Mapping[str, str] = Mapp
         ) from None
 
 
+def remove_results(scratch: Path, *, other_than: int = -1) -> None:
+    """Remove the results and exceptions of all rounds, or those of all other rounds."""
+    for pattern in ("result.*", "exception.*", f"{MEMORY}/result.*"):
+        for left in scratch.glob(pattern):
+            if left.suffixes[0] != f".{other_than}":
+                left.unlink(missing_ok=True)
+
+
 def code_folder(scratch: Path) -> Path:
     """Return the folder with the caller's modules, if they were sent to this host; it comes first in ``sys.path``."""
     return scratch / "code"
@@ -123,7 +138,8 @@ def code_folder(scratch: Path) -> Path:
 
 def result_file(scratch: Path, round: int, rank: int) -> Path:
     """Return the file with the result of a worker, if it has returned: its value, pickled."""
-    return scratch / f"result.{round}.{rank}"
+    name = f"result.{round}.{rank}"
+    return in_memory if (in_memory := scratch / MEMORY / name).exists() else scratch / name
 
 
 def exception_file(scratch: Path, round: int, rank: int) -> Path:
@@ -133,11 +149,11 @@ def exception_file(scratch: Path, round: int, rank: int) -> Path:
 
 def read_results(scratch: Path, round: int, ranks: Iterable[int]) -> dict[int, Any]:
     """Return the results of a round's workers by global rank; None for a worker that did not return."""
-    paths = {rank: result_file(scratch, round, rank) for rank in ranks}
-    return {
-        rank: pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301 - written by our own worker
-        for rank, path in paths.items()
-    }
+    results = dict.fromkeys(ranks)
+    for rank in results:
+        with contextlib.suppress(FileNotFoundError), result_file(scratch, round, rank).open("rb") as stream:
+            results[rank] = pickle.load(stream)  # noqa: S301 - written by our own worker
+    return results
 
 
 def make_call() -> None:
@@ -169,7 +185,7 @@ def make_call() -> None:
             )
         if setup.backend is not None:
             _init_process_group(setup.backend, setup.timeout)
-        _write_result(result_file(*own), function(*arguments))
+        _write_result(*own, function(*arguments))
     except Exception as error:
         pickled = b""
         with contextlib.suppress(Exception):  # the text of the exception remains
@@ -198,17 +214,75 @@ def _exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _write_result(path: Path, result: Any) -> None:  # noqa: ANN401 - the function's value
-    import cloudpickle
-
+def _write_result(scratch: Path, round: int, rank: int, result: Any) -> None:  # noqa: ANN401 - the function's value
+    remove_results(scratch, other_than=round)
+    path = result_file(scratch, round, rank)
     try:
-        with path.open("wb") as stream:
-            cloudpickle.dump(result, stream, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            _pickle_result(result, _MemoryFile(scratch / MEMORY / path.name, "wb"))
+        except OSError:
+            (scratch / MEMORY / path.name).unlink(missing_ok=True)
+            _pickle_result(result, io.FileIO(path, "wb"))
     except Exception as error:
-        path.unlink(missing_ok=True)
+        result_file(scratch, round, rank).unlink(missing_ok=True)
         raise SettingsError(
             f"The result of the function cannot be passed to the caller: {type(error).__name__}: {error}."
         ) from error
+
+
+class _MemoryFile(io.FileIO):
+    """A file in memory; writing raises OSError if too little memory is available."""
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer, as in io
+        """Write a part of the data, and return its size."""
+        part = memoryview(data)[:_WRITE_SIZE]
+        if len(part) == _WRITE_SIZE and available_memory() < self.tell() + _MEMORY_RESERVE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(part)
+
+
+def _pickle_result(result: Any, file: io.FileIO) -> None:  # noqa: ANN401 - the function's value
+    """Pickle the result, with tensors as :class:`_Memory` describes."""
+    import cloudpickle
+
+    memories: dict[tuple[int, int], _Memory] = {}
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - of any type
+            if type(obj).__module__ == "torch.storage" and type(obj).__name__ in {"TypedStorage", "UntypedStorage"}:
+                storage = getattr(obj, "_untyped_storage", obj)
+                if storage.device.type == "cpu" and (size := storage.nbytes()):
+                    memory = memories.setdefault((storage.data_ptr(), size), _Memory(storage))
+                    return _typed_storage, (memory, getattr(obj, "dtype", None))
+            return super().reducer_override(obj)
+
+    with io.BufferedWriter(file, _WRITE_SIZE) as stream:
+        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
+
+
+class _Memory:
+    """The memory of tensors, which is not copied to be pickled; tensors that share it still share what is unpickled."""
+
+    def __init__(self, storage: Any) -> None:  # noqa: ANN401 - agents do not import torch
+        self._storage = storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = ctypes.c_ubyte * self._storage.nbytes()
+        return _storage, (pickle.PickleBuffer(kind.from_address(self._storage.data_ptr())),)
+
+
+def _storage(memory: bytearray) -> Any:  # noqa: ANN401 - likewise
+    import torch
+
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _typed_storage(untyped: Any, dtype: Any) -> Any:  # noqa: ANN401 - likewise
+    import torch
+
+    # Tensors of the newer types have an untyped storage, but are made from a typed one.
+    kind: Any = torch.storage.TypedStorage
+    return kind(wrap_storage=untyped, dtype=dtype or torch.uint8, _internal=True)
 
 
 def _init_process_group(backend: str, timeout: float) -> None:

@@ -31,6 +31,13 @@ _SIOCGIFADDR: Final = 0x8915
 _HOST_ID_LENGTH: Final = 12
 """Number of digits of the boot id (of 32) in the id of a host; enough to distinguish the hosts of one run."""
 
+_MEMORY_FILES: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""A control group's files with its limit and use, and the field of memory.stat with the cache that the kernel frees
+first: in versions 2 and 1."""
+
 
 def own_address(endpoints: Iterable[str]) -> str:
     """Return the address of the interface that routes to the first endpoint with a route, without connecting to it.
@@ -113,6 +120,22 @@ def cpu_count(root: Path = Path("/")) -> int:
     available = len(os.sched_getaffinity(0))
     limits = [limit for folder in control_groups("cpu", root) for limit in _limits_in(folder)]
     return max(1, min([available, *map(int, limits)]))
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return how many bytes this process can still use, by the memory of the machine and of its control groups."""
+    free = [_field(root / "proc/meminfo", "MemAvailable:") * 1024]
+    for folder in control_groups("memory", root):
+        for limit_file, used_file, cache in _MEMORY_FILES:
+            limit, used = (_read(folder / name).strip() for name in (limit_file, used_file))
+            if limit.isdigit() and used.isdigit():  # not "max"
+                free.append(int(limit) - int(used) + _field(folder / "memory.stat", cache))
+    return max(0, min(free))
+
+
+def _field(path: Path, name: str) -> int:
+    """Return a number from a file with a name and a number in each line; 0 if there is none."""
+    return next((int(fields[1]) for line in _read(path).splitlines() if (fields := line.split())[0] == name), 0)
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:

@@ -15,13 +15,12 @@ import socket
 import stat
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _SIZES: Final = struct.Struct(">IQ")
 _HEADER_LIMIT: Final = 1 << 24
@@ -90,12 +89,12 @@ class Channel:
         self._source = source
         self._target = target
         _open.update((source, target))
-        self._queue: queue.SimpleQueue[tuple[dict[str, Any], bytes | Path] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[dict[str, Any], bytes | IO[bytes]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="torchelastic: channel", daemon=True)
         self._thread.start()
 
-    def send(self, message: dict[str, Any], content: bytes | Path = b"") -> None:
-        """Send a message with content, or with the content of a file, which is then removed.
+    def send(self, message: dict[str, Any], content: bytes | IO[bytes] = b"") -> None:
+        """Send a message with content, or with the content of an open file, which the channel then closes.
 
         Without effect if the other end is closed.
         """
@@ -128,27 +127,31 @@ class Channel:
         self._thread.join()
 
     def _write_all(self) -> None:
-        with contextlib.suppress(OSError):  # the other end is closed, which the reader notices
+        with (
+            contextlib.suppress(OSError),
+            contextlib.ExitStack() as sent,
+        ):  # the other end is closed, as the reader notices
             while (item := self._queue.get()) is not None:
                 self._write_message(*item)
+                sent.close()  # freeing a large file takes time, for which the message after it does not wait
+                if not isinstance(item[1], bytes):
+                    sent.enter_context(item[1])
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(self._target).st_mode):  # both descriptors are one socket
                 with socket.socket(fileno=os.dup(self._target)) as connection:
                     connection.shutdown(socket.SHUT_WR)
         _close(self._target)
 
-    def _write_message(self, message: dict[str, Any], content: bytes | Path) -> None:
+    def _write_message(self, message: dict[str, Any], content: bytes | IO[bytes]) -> None:
         header = msgspec.msgpack.encode(message)
         if isinstance(content, bytes):
             self._write(_SIZES.pack(len(header), len(content)) + header)
             self._write(content)
             return
-        with content.open("rb") as file:
-            size = left = os.fstat(file.fileno()).st_size
-            self._write(_SIZES.pack(len(header), size) + header)
-            while left:
-                left -= os.sendfile(self._target, file.fileno(), None, min(left, _CHUNK))
-        content.unlink(missing_ok=True)
+        size = left = os.fstat(content.fileno()).st_size
+        self._write(_SIZES.pack(len(header), size) + header)
+        while left:
+            left -= os.sendfile(self._target, content.fileno(), None, min(left, _CHUNK))
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)

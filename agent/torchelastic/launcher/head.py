@@ -459,7 +459,7 @@ class _Collector:
         try:  # the nodes may still report why
             return events.get(timeout=max(until - time.monotonic(), 0.0))
         except queue.Empty:
-            raise AgentFailedError(message) from None
+            raise (self._failure[1] if self._failure is not None else AgentFailedError(message)) from None
 
     def _lost(self, node: Node) -> None:
         if self._running.pop(node, self) is self:

@@ -12,6 +12,7 @@ import io
 import math
 import operator
 import os
+import re
 import tarfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,8 @@ DEFAULT_ENV_VARS_FOR_COPY: Final = (
 )
 """Patterns of the environment variables that workers on other hosts get from the caller."""
 
+_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+
 BACKENDS: Final = (None, "nccl", "gloo", "mpi", "ucc", "auto")
 
 
@@ -57,6 +60,10 @@ def _are_variables(value: object) -> bool:
         isinstance(name, str) and name and not {"=", "\0"} & {*name} and "\0" not in f"{text}"
         for name, text in value.items()
     )
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
 
 
 def _are_bounds(value: Any) -> bool:  # noqa: ANN401 - any value
@@ -80,13 +87,18 @@ _RULES: Final[Sequence[tuple[str, Callable[[Any], bool], str]]] = (
         "a path",
     ),
     (
-        "python image namespace job",
+        "python image",
         lambda value: value is None or (isinstance(value, str) and value != ""),
         "a text that is not empty, or None",
     ),
     (
+        "namespace job",
+        lambda value: value is None or (isinstance(value, str) and _NAME.fullmatch(value) is not None),
+        "a name of lower-case letters, digits, - and ., or None",
+    ),
+    (
         "resources",
-        lambda value: value is None or _are_variables(value),
+        lambda value: value is None or (_are_variables(value) and all(map(_is_amount, value.values()))),
         'a dictionary such as {"nvidia.com/gpu": "1"}, or None',
     ),
     ("keep keep_warm", lambda value: isinstance(value, bool), "True or False"),
@@ -174,7 +186,7 @@ class Launcher:
         worker_timeout: another name of timeout.
         copy_env_vars: another name of default_env_vars.
         image: the image of the pods.
-        namespace: the namespace of the pods; None for that of the kubeconfig or of this pod.
+        namespace: the namespace of the pods; None for that of the manifest, or else of the kubeconfig or this pod.
         resources: the resources that each pod gets, such as {"nvidia.com/gpu": "1"}.
         manifest: a file with an ElasticJob whose other fields the launch takes, such as volumes of the pods.
         keep: whether the job remains, so that the next launch of this object, or of :func:`attach`, uses its pods.
@@ -283,13 +295,12 @@ class Launcher:
             return resolve(_word_of(self.hostnames), _word_of(self.workers_per_host), os.environ), None
         try:
             [found] = entry_points(group="torchelastic.launcher", name="kubernetes")
-            cluster = found.load()(self)
+            make = found.load()
         except (ImportError, ValueError):
             raise SettingsError(
                 'hostnames="kubernetes" needs the Kubernetes client: pip install "elastic-operator[local]".'
             ) from None
-        if self.keep:
-            self.job = cluster.job
+        cluster = make(self)
         return [Host(name, 1) for name in cluster.hosts], cluster
 
     def _check(self) -> None:
@@ -299,6 +310,19 @@ class Launcher:
                     raise SettingsError(f"{name} is {value!r}: it must be {wanted}.")
         if self.ssh_config_file is not None and not Path(self.ssh_config_file).is_file():
             raise SettingsError(f"ssh_config_file {os.fspath(self.ssh_config_file)} does not exist.")
+        if _word_of(self.hostnames) != "kubernetes":
+            for name in ("image", "namespace", "resources", "manifest", "keep", "job"):
+                if getattr(self, name):
+                    raise SettingsError(f'{name} needs hostnames="kubernetes".')
+            return
+        if self.ssh_config_file is not None:
+            raise SettingsError('ssh_config_file has no effect with hostnames="kubernetes": remove it.')
+        workers = _word_of(self.workers_per_host)
+        if workers not in ("auto", "gpu") and not (_is_count(workers) and workers):
+            raise SettingsError(
+                f'workers_per_host is {workers!r}: with hostnames="kubernetes", it must be a number of at least 1, '
+                '"gpu" or "auto".'
+            )
 
     def _environment(self, *, is_local: bool) -> dict[str, str]:
         defaults = self.default_env_vars if is_local or self.default_env_vars != DEFAULT_ENV_VARS_FOR_COPY else ()

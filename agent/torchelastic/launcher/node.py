@@ -19,9 +19,16 @@ import sys
 import tarfile
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
-from torchelastic.agent.function_call import CALL_MODULE, code_folder, exception_file, result_file, write_call
+from torchelastic.agent.function_call import (
+    CALL_MODULE,
+    code_folder,
+    exception_file,
+    remove_results,
+    result_file,
+    write_call,
+)
 from torchelastic.agent.workers.pool import Workers
 from torchelastic.config import machine
 from torchelastic.config.parse import count_workers
@@ -199,8 +206,11 @@ def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) ->
     if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
         round, ranks = agent.ranks
         for local_rank, rank in enumerate(ranks):
-            path = result_file(scratch, round, rank)
-            value = path if path.exists() else pickle.dumps(None)  # the worker has called sys.exit(0)
+            value: bytes | IO[bytes] = pickle.dumps(None)  # if the worker has called sys.exit(0)
+            with contextlib.suppress(FileNotFoundError):
+                path = result_file(scratch, round, rank)
+                value = path.open("rb")
+                path.unlink()  # a later call has a file of the same name
             channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
     content = b""
     if failure is not None:
@@ -208,6 +218,8 @@ def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) ->
         path = exception_file(scratch, failure.round, failure.rank)
         if ended["own"] and path.exists():
             content = path.read_bytes()
+    if ending.code is not ExitCode.SUCCEEDED:
+        remove_results(scratch)
     channel.send(ended, content)
 
 

@@ -43,6 +43,8 @@ _PING_TIMEOUT: Final = 30.0
 _STOP_TIMEOUT: Final = 2.0
 """Seconds between SIGTERM and SIGKILL for the workers if the launcher stops or dies."""
 
+_LOST: Final = "the launching program has ended, or the connection to it"
+
 logger: Final = logging.getLogger(__name__)
 
 
@@ -102,7 +104,7 @@ class _Call:
         service.output.connect(channel)
         self._loop = asyncio.get_running_loop()
         self._agent: Agent | None = None
-        self._is_lost = False
+        self._lost = asyncio.Event()
         self._inbox = Inbox(channel, service.output, self._closed)
 
     async def run(self, workers: Workers, metrics: AgentMetrics, metrics_port: int, *, own_run: bool) -> ExitStatus:
@@ -130,7 +132,7 @@ class _Call:
     ) -> ExitStatus:
         settings, messages = self._settings, self._inbox.messages
         if (first := await messages.get()) is None or (call := await messages.get()) is None:
-            return _failed("the launching program has ended before it called the function")
+            return _failed(_LOST)
         opened, code = first
         try:
             variables = env_file_variables(opened["env_file"]) if opened["env_file"] else {}
@@ -139,6 +141,8 @@ class _Call:
         except SettingsError as error:
             self._channel.send({"type": "refused", "message": f"{error}"})
             return ExitStatus.of_error(error)
+        if self._lost.is_set():
+            return _failed(_LOST)
         if own_run:
             run_id = f"{settings.rendezvous.run_id}-{opened['run_id']}"
             settings = dataclasses.replace(
@@ -146,14 +150,14 @@ class _Call:
             )
         agent = self._agent = Agent(settings, metrics)
         ending = await agent.run(workers, metrics_port)
-        if self._is_lost:
-            return _failed("the launching program has ended")
+        if self._lost.is_set():
+            return _failed(_LOST)
         report(self._channel, agent, ending, workers.scratch)
         return ending
 
     async def _drain(self) -> None:
         """Wait until the launcher has read all, and closes the channel; then this pod may exit."""
-        while not self._is_lost and await self._inbox.messages.get() is not None:
+        while not self._lost.is_set() and await self._inbox.messages.get() is not None:
             pass
 
     def _closed(self) -> None:
@@ -161,7 +165,7 @@ class _Call:
             self._loop.call_soon_threadsafe(self._lose)
 
     def _lose(self) -> None:
-        self._is_lost = True
+        self._lost.set()
         if self._agent is not None:
             self._agent.leave()
             self._loop.call_later(_STOP_TIMEOUT, self._agent.leave)
@@ -169,7 +173,7 @@ class _Call:
     async def _watch(self) -> None:
         while (left := self._inbox.last_message + _PING_TIMEOUT - time.monotonic()) > 0:
             await asyncio.sleep(left)
-            if self._is_lost:
+            if self._lost.is_set():
                 return
         logger.warning("the launching program has sent nothing for %.0f s", _PING_TIMEOUT)
         self._inbox.messages.put_nowait(None)

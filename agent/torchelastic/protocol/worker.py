@@ -27,6 +27,9 @@ METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """The environment variable with the path of the file to which the worker writes its uncaught exception."""
 
+MEMORY: Final = "memory"
+"""The name of a link to a folder in memory, if there is one, in the folder of the agent's socket."""
+
 LINE_LIMIT: Final = 4096
 """Maximum length of a line in bytes, in either direction."""
 

@@ -419,7 +419,8 @@ class Api:
                 proxy_headers=rest.proxy_headers,
             )
         except aiohttp.WSServerHandshakeError as error:
-            raise ApiError(error.status, "", error.message) from None
+            forbidden = f"executing a program in the pod {pod} needs the permissions get and create of pods/exec"
+            raise ApiError(error.status, "", forbidden if error.status == 403 else error.message) from None
         except NETWORK_ERRORS as error:
             raise unreachable(error) from None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import os
 import secrets
@@ -24,7 +23,7 @@ import msgspec
 import yaml
 
 from elastic_operator.api.constants import LABEL_INDEX, hostname, worker_selector
-from elastic_operator.api.json_values import get_dict, get_dicts, get_str
+from elastic_operator.api.json_values import get_dict, get_dicts, get_list, get_str
 from elastic_operator.api.spec import WORKER
 from elastic_operator.client.cluster import UserApi, readable_errors
 from elastic_operator.errors import BadInput, ClusterError, ElasticJobError
@@ -48,8 +47,8 @@ _WATCH_SECONDS: Final = 60
 _RETRY_DELAY: Final = 0.3
 _PING_INTERVAL: Final = 5.0
 _CHUNK: Final = 128 << 10
-_FAILED_JOBS_KEPT: Final = 60
-"""Seconds after which the operator deletes a job whose launcher has died."""
+_ENDED_JOBS_KEPT: Final = 3600
+"""Seconds after which the operator deletes a job whose launcher has died; a large result must have arrived by then."""
 
 
 class JobCluster:
@@ -72,11 +71,15 @@ class JobCluster:
         self.job = launcher.job or str(get_dict(self._manifest)["metadata"]["name"])
         pods = 0 if self._manifest is None else self._manifest["spec"]["maxReplicas"]
         self.hosts = [hostname(self.job, index) for index in range(pods or 1)]
-        self._namespace = launcher.namespace
+        self._namespace = launcher.namespace or get_str(self._manifest, "metadata", "namespace") or None
         self._min_pods = 1
         self._events: Events
+        self._running: set[str] = set()
+        self._served: set[str] = set()
         self._connected: set[str] = set()
+        self._turn = asyncio.Event()
         self._waiting = ""
+        self._problem = ""
 
     @contextlib.contextmanager
     def nodes(self, events: Events) -> Iterator[None]:
@@ -115,26 +118,26 @@ class JobCluster:
             async with contextlib.AsyncExitStack() as stack:
                 api = await stack.enter_async_context(await _connection())
                 namespace = self._namespace = self._namespace or api.namespace
-                with readable_errors(f"there is no ElasticJob {self.job} in the namespace {namespace}"):
-                    if self._manifest is None:
-                        job = await api.get(ELASTIC_JOBS, namespace, self.job)
-                        _check_takes_calls(job)
-                    else:
-                        job = await api.create(ELASTIC_JOBS, namespace, self._manifest)
-                stack.push_async_callback(self._end, api, str(job["metadata"]["uid"]))
+                missing = f"there is no namespace {namespace}"
+                if self._manifest is None:
+                    missing = f"there is no ElasticJob {self.job} in the namespace {namespace}"
+                begins = asyncio.create_task(self._begin(api))
+                stack.push_async_callback(self._end, api, begins)
+                with readable_errors(missing):
+                    job = await asyncio.shield(begins)  # if it is canceled, the job may exist nevertheless
+                if self._settings.keep:
+                    self._settings.job = self.job
                 self._min_pods = int(get_dict(job, "spec").get("minReplicas") or 1)
                 started.set_result(None)
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(
-                        _watch(
-                            api, ELASTIC_JOBS, namespace, {"fieldSelector": f"metadata.name={self.job}"}, self._take_job
-                        )
-                    )
+                    selected = {"fieldSelector": f"metadata.name={self.job}"}
+                    tasks.create_task(self._watch(api, ELASTIC_JOBS, selected, self._take_job))
                     selected = {"labelSelector": worker_selector(self.job)}
                     tasks.create_task(
-                        _watch(api, PODS, namespace, selected, lambda kind, pod: self._take_pod(api, tasks, kind, pod))
+                        self._watch(api, PODS, selected, lambda kind, pod: self._take_pod(api, tasks, kind, pod))
                     )
                     tasks.create_task(self._limit())
+                    tasks.create_task(self._notice_deletion(api))
         except BaseException as error:
             if not started.done():
                 started.set_exception(error)
@@ -142,19 +145,43 @@ class JobCluster:
                 self._fail(f"The connection to the ElasticJob {self.job} has failed: {error!r}.")
                 raise
 
-    async def _end(self, api: UserApi, uid: str) -> None:
-        if not self._settings.keep:
-            with contextlib.suppress(ClusterError):  # it is gone, or the operator deletes it later
+    async def _begin(self, api: UserApi) -> Json:
+        """Create or find the job."""
+        if self._manifest is not None:
+            self._turn.set()  # no other program knows the job
+            return await api.create(ELASTIC_JOBS, str(self._namespace), self._manifest)
+        job = await api.get(ELASTIC_JOBS, str(self._namespace), self.job)
+        _check_takes_calls(job, self._settings)
+        return job
+
+    async def _end(self, api: UserApi, begins: asyncio.Task[Json]) -> None:
+        with contextlib.suppress(ElasticJobError):  # it does not exist, or is gone, or the operator deletes it later
+            job = await begins
+            if not self._settings.keep or self._settings.job != self.job:  # an interrupt came before it was known
+                uid = str(job["metadata"]["uid"])
                 await api.delete(ELASTIC_JOBS, str(self._namespace), self.job, uid=uid)
 
     async def _limit(self) -> None:
         await asyncio.sleep(self._settings.agent_timeout)
         if len(self._connected) < self._min_pods:
-            why = f": {self._waiting}" if self._waiting else ""
+            why = self._waiting or self._problem
+            if not why and self._manifest is None:
+                why = "another call may run in it"
             self._fail(
                 f"Fewer than {self._min_pods} pods of the ElasticJob {self.job} have started within "
-                f"{self._settings.agent_timeout:g} s{why}. Raise agent_timeout if they need more time."
+                f"{self._settings.agent_timeout:g} s{f': {why}' if why else ''}. Raise agent_timeout if they need more "
+                "time."
             )
+
+    async def _notice_deletion(self, api: UserApi) -> None:
+        """Look for the job now and then, because a watch that begins after the deletion does not report it."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                await api.get(ELASTIC_JOBS, str(self._namespace), self.job)
+            except ClusterError as error:
+                if isinstance(error, ApiError) and error.not_found:
+                    self._take_job("DELETED", {})
 
     def _fail(self, message: str) -> None:
         self._events.put((None, {"type": "failed", "message": message}, None))
@@ -167,67 +194,125 @@ class JobCluster:
         for name in ("Invalid", "Failed"):
             if get_str(conditions.get(name, {}), "status") == "True":
                 self._fail(f"The ElasticJob {self.job} has failed: {get_str(conditions[name], 'message')}.")
-        waiting = conditions.get("ResourcesBlocked", {}), conditions.get("Waiting", {})
+        waiting = (conditions.get(name, {}) for name in ("Suspended", "ResourcesBlocked", "Waiting"))
         self._waiting = next((get_str(each, "message") for each in waiting if get_str(each, "status") == "True"), "")
+        if not conditions:
+            self._waiting = "the operator has not taken it up; see that it is installed and runs"
 
     def _take_pod(self, api: UserApi, tasks: asyncio.TaskGroup, kind: str, pod: Json) -> None:
         uid = get_str(pod, "metadata", "uid")
         states = {
             get_str(each, "name"): get_dict(each, "state") for each in get_dicts(pod, "status", "containerStatuses")
         }
-        if kind != "DELETED" and "running" in states.get(WORKER, {}) and uid not in self._connected:
-            self._connected.add(uid)
-            tasks.create_task(
-                self._serve(api, get_str(pod, "metadata", "name"), get_str(pod, "metadata", "labels", LABEL_INDEX))
-            )
+        if kind == "DELETED" or "running" not in states.get(WORKER, {}):
+            self._running.discard(uid)
+            return
+        self._running.add(uid)
+        if uid not in self._served:
+            tasks.create_task(self._serve(api, pod, uid, is_first=not self._served))
+            self._served.add(uid)
 
-    async def _serve(self, api: UserApi, pod: str, index: str) -> None:
-        """Pass the messages of a pod's agent on until one side ends."""
+    async def _serve(self, api: UserApi, pod: Json, uid: str, *, is_first: bool) -> None:
+        """Pass the messages of a pod's agent on until the call has ended; connect again if the connection breaks.
+
+        Programs that call functions in the same job wait for their turn at its first pod. Otherwise, each of them could
+        wait for a pod that another one has.
+        """
+        name, index = get_str(pod, "metadata", "name"), get_str(pod, "metadata", "labels", LABEL_INDEX)
+        command = [self._settings.python or "python3", "-m", "torchelastic.launcher.relay"]
+        try:
+            if not is_first:
+                await self._turn.wait()
+            while uid in self._running:
+                try:
+                    stream = await api.execute(str(self._namespace), name, WORKER, command)
+                except ClusterError as error:
+                    if isinstance(error, ApiError) and error.not_found:
+                        return
+                    self._refused(error)
+                else:
+                    async with stream:
+                        if await self._connect(stream, uid, hostname(self.job, int(index or 0))):
+                            return
+                await asyncio.sleep(_RETRY_DELAY)
+        finally:
+            self._turn.set()
+
+    async def _connect(self, stream: aiohttp.ClientWebSocketResponse, uid: str, host: str) -> bool:
+        """Pass messages on until one side ends; return whether it is the launcher, after the call."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        node = Node(hostname(self.job, int(index or 0)), Channel(os.dup(ours.fileno()), ours.detach()), self._events)
+        node = Node(host, Channel(os.dup(ours.fileno()), ours.detach()), self._events)
         self._events.put((node, {"type": "connected"}, None))
         node.start()
-        python = self._settings.python or "python3"
+
+        def has_begun() -> None:
+            self._connected.add(uid)
+            self._turn.set()
+
         with theirs:
+            sending = asyncio.create_task(_send(theirs, stream))
+            receiving = asyncio.create_task(_receive(stream, theirs, has_begun))
+            tasks = sending, receiving, asyncio.create_task(_ping(node))
             try:
-                stream = await api.execute(
-                    str(self._namespace), pod, WORKER, [python, "-m", "torchelastic.launcher.relay"]
-                )
-                async with stream:
-                    sending = asyncio.create_task(_send(theirs, stream, node))
-                    try:
-                        node.problem = await _receive(stream, theirs)
-                    finally:
-                        sending.cancel()
-            except (ClusterError, OSError) as error:
-                node.problem = f"{error}"
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                sent, received, _ = await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(received, str):
+                self._problem = node.problem = received
+        return sent is None
+
+    def _refused(self, error: ClusterError) -> None:
+        """Fail if a permission is missing; a launch that has begun outlives errors of the API server."""
+        self._problem = f"{error}"
+        if isinstance(error, ApiError) and error.status == 403 and not self._connected:
+            self._fail(f"You may not use the pods of the ElasticJob {self.job}: {error.message}.")
+
+    async def _watch(
+        self, api: UserApi, resource: Resource, selected: Mapping[str, str], handle: Callable[[str, Json], None]
+    ) -> None:
+        """Call ``handle`` with the kind of the event and the object for each object and change, until canceled."""
+        query = {**selected, "watch": "1", "timeoutSeconds": f"{_WATCH_SECONDS}"}
+        while True:
+            rest = b""
+            try:
+                path = resource.path(self._namespace)
+                async for piece in api.stream(path, query, silence=_WATCH_SECONDS + 10.0):
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        event = msgspec.json.decode(line)
+                        if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
+                            handle(event["type"], event["object"])
+            except ClusterError as error:
+                self._refused(error)
+            await asyncio.sleep(_RETRY_DELAY)
 
 
-async def _send(source: socket.socket, stream: aiohttp.ClientWebSocketResponse, node: Node) -> None:
+async def _send(source: socket.socket, stream: aiohttp.ClientWebSocketResponse) -> None:
     loop = asyncio.get_running_loop()
+    while data := await loop.sock_recv(source, _CHUNK):
+        await stream.send_bytes(b"\0" + data)
 
-    def ping() -> asyncio.TimerHandle:
+
+async def _ping(node: Node) -> None:
+    while True:
         node.channel.send({"type": "ping"})
-        return loop.call_later(_PING_INTERVAL, ping)
-
-    timer = ping()
-    try:
-        while data := await loop.sock_recv(source, _CHUNK):
-            await stream.send_bytes(b"\0" + data)
-    finally:
-        timer.cancel()
-        await stream.close()
+        await asyncio.sleep(_PING_INTERVAL)
 
 
-async def _receive(stream: aiohttp.ClientWebSocketResponse, target: socket.socket) -> str:
+async def _receive(
+    stream: aiohttp.ClientWebSocketResponse, target: socket.socket, has_begun: Callable[[], None]
+) -> str:
     """Pass the agent's messages on; return why the connection has ended, if that is known."""
     loop, errors = asyncio.get_running_loop(), b""
     async for message in stream:
-        if message.type is not aiohttp.WSMsgType.BINARY or not message.data:
+        if message.type is not aiohttp.WSMsgType.BINARY or not message.data[1:]:
             continue
         match message.data[0]:
             case 1:
+                has_begun()
                 await loop.sock_sendall(target, memoryview(message.data)[1:])
             case 2:
                 errors = (errors + message.data[1:])[-4096:]
@@ -236,23 +321,6 @@ async def _receive(stream: aiohttp.ClientWebSocketResponse, target: socket.socke
                 if not errors and status.get("status") == "Failure":
                     errors = str(status.get("message")).encode()
     return (errors.decode(errors="replace").strip().splitlines() or [""])[-1]
-
-
-async def _watch(
-    api: UserApi, resource: Resource, namespace: str, selected: Mapping[str, str], handle: Callable[[str, Json], None]
-) -> None:
-    """Call ``handle`` with the kind of the event and the object for each object and change, until canceled."""
-    query = {**selected, "watch": "1", "timeoutSeconds": f"{_WATCH_SECONDS}"}
-    while True:
-        rest = b""
-        with contextlib.suppress(ApiError, ClusterError):  # the API server is away; a launch outlives that
-            async for piece in api.stream(resource.path(namespace), query, silence=_WATCH_SECONDS + 10.0):
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    event = msgspec.json.decode(line)
-                    if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
-                        handle(event["type"], event["object"])
-        await asyncio.sleep(_RETRY_DELAY)
 
 
 async def _connection() -> UserApi:
@@ -268,7 +336,8 @@ def manifest_for(launcher: Launcher) -> dict[str, Any]:
     Raises:
         SettingsError: the file of ``manifest`` cannot be read, or has no image.
     """
-    job = _read(Path(launcher.manifest)) if launcher.manifest is not None else {}
+    path = launcher.manifest
+    job = _read(Path(path)) if path is not None else {}
     workers = (
         launcher.workers_per_host if isinstance(launcher.workers_per_host, int) else _gpus(launcher.resources) or 1
     )
@@ -277,7 +346,7 @@ def manifest_for(launcher: Launcher) -> dict[str, Any]:
         raise SettingsError(
             f"workers is {launcher.workers!r}: both numbers must be multiples of workers_per_host ({workers})."
         )
-    spec = job.setdefault("spec", {})
+    spec = {name: value for name, value in get_dict(job, "spec").items() if name not in ("command", "replicas")}
     if launcher.image is not None:
         spec["image"] = launcher.image
     spec |= {
@@ -288,14 +357,15 @@ def manifest_for(launcher: Launcher) -> dict[str, Any]:
         "args": ["-m", CALLS_MODULE, *([_KEEP] if launcher.keep else [])],
         "cleanPodPolicy": "None",  # the launcher deletes the job, after it has read the results
     }
-    spec.pop("command", None)
     if not launcher.keep:
-        spec["ttlSecondsAfterFinished"] = _FAILED_JOBS_KEPT
-    container = _worker_container(spec)
+        spec["ttlSecondsAfterFinished"] = _ENDED_JOBS_KEPT
+    container = _worker_container(spec, path)
     if "image" not in spec and "image" not in container:
         raise SettingsError(
             'hostnames="kubernetes" needs image: an image with the same versions of Python and torchelastic.'
         )
+    for name in ("command", "args"):
+        container.pop(name, None)
     if launcher.resources:
         container["resources"] = {"requests": {**launcher.resources}, "limits": {**launcher.resources}}
     if launcher.heartbeat_timeout is not None:
@@ -304,16 +374,22 @@ def manifest_for(launcher: Launcher) -> dict[str, Any]:
             {"name": "PET_HEARTBEAT_TIMEOUT", "value": f"{launcher.heartbeat_timeout:g}"},
         ]
         container["env"] = variables
-    name = get_str(job, "metadata", "name") or f"launch-{secrets.token_hex(3)}"
-    metadata = {**get_dict(job, "metadata"), "name": name}
+    metadata = {**get_dict(job, "metadata")}
+    metadata["name"] = get_str(metadata, "name") or f"launch-{secrets.token_hex(3)}"
+    if launcher.namespace is not None:
+        metadata["namespace"] = launcher.namespace
     return {"apiVersion": ELASTIC_JOBS.api_version, "kind": ELASTIC_JOBS.kind, "metadata": metadata, "spec": spec}
 
 
-def _worker_container(spec: dict[str, Any]) -> dict[str, Any]:
+def _worker_container(spec: dict[str, Any], manifest: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return the container of the workers in a job's template; it is added if it is missing."""
-    containers: list[dict[str, Any]] = (
-        spec.setdefault("template", {}).setdefault("spec", {}).setdefault("containers", [])
-    )
+    template = spec["template"] = spec.get("template") or {}
+    inner = template.setdefault("spec", {}) if isinstance(template, dict) else None
+    containers: list[dict[str, Any]] | None = inner.setdefault("containers", []) if isinstance(inner, dict) else None
+    if not isinstance(containers, list) or not all(isinstance(each, dict) for each in containers):
+        raise SettingsError(
+            f"manifest {manifest} is not an ElasticJob: spec.template must be a pod template with a list of containers."
+        )
     for container in containers:
         if container.get("name") == WORKER:
             return container
@@ -321,8 +397,11 @@ def _worker_container(spec: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
-def _gpus(resources: Mapping[str, str] | None) -> int:
-    return next((int(amount) for name, amount in (resources or {}).items() if name.endswith("/gpu")), 0)
+def _gpus(resources: Mapping[str, Any] | None) -> int:
+    amount = next((f"{amount}" for name, amount in (resources or {}).items() if name.endswith("/gpu")), "0")
+    if not amount.isdecimal():
+        raise SettingsError(f"resources is {resources!r}: the number of GPUs must be a whole number.")
+    return int(amount)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -332,16 +411,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError(f"manifest {path} cannot be read: {' '.join(str(error).split())}.") from None
     if not isinstance(job, dict) or job.get("kind") != ELASTIC_JOBS.kind or not isinstance(job.get("spec", {}), dict):
         raise SettingsError(f"manifest {path} is not an ElasticJob.")
-    return copy.deepcopy(job)
+    return job
 
 
-def _check_takes_calls(job: Json) -> None:
-    args = [
-        each
-        for container in get_dicts(job, "spec", "template", "spec", "containers")
-        for each in container.get("args", ())
-    ]
-    args += get_dict(job, "spec").get("args") or ()
-    if CALLS_MODULE not in args or _KEEP not in args:
-        name = get_str(job, "metadata", "name")
+def _check_takes_calls(job: Json, launcher: Launcher) -> None:
+    """Raise BadInput if a job takes no calls, or does not have what a launcher asks for."""
+    name, spec = get_str(job, "metadata", "name"), get_dict(job, "spec")
+    if not {CALLS_MODULE, _KEEP} <= {*get_list(spec, "args")}:
         raise BadInput(f"the ElasticJob {name} takes no calls: create it with Launcher(…, keep=True)")
+    count = spec.get("nprocPerNode")
+    if isinstance(launcher.workers_per_host, int) and launcher.workers_per_host != count:
+        raise BadInput(f"the ElasticJob {name} has {count} workers per host, not {launcher.workers_per_host}")

@@ -31,7 +31,7 @@ from torchelastic.config.machine import own_device
 from torchelastic.config.settings import ProgramKind, StartMethod
 from torchelastic.errors import StartError
 from torchelastic.protocol.records import FailureKind
-from torchelastic.protocol.worker import ERROR_FILE, HEARTBEAT_FILE, METRICS_FILE, WORKER_SOCKET
+from torchelastic.protocol.worker import ERROR_FILE, HEARTBEAT_FILE, MEMORY, METRICS_FILE, WORKER_SOCKET
 
 if TYPE_CHECKING:
     import ast
@@ -234,9 +234,9 @@ class Workers:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             self.scratch = self._shared = temporary_folder()
-            if self._settings.heartbeat_timeout is not None:
-                with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
-                    self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
+            with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
+                self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
+                (self.scratch / MEMORY).symlink_to(self._shared)
             folders = [self.scratch, self._shared]
             for folder in folders:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchelastic.config.machine import cpu_count, gpu_count, host_id, interface_of, local_addresses, own_address
+from torchelastic.config.machine import (
+    available_memory,
+    cpu_count,
+    gpu_count,
+    host_id,
+    interface_of,
+    local_addresses,
+    own_address,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +63,38 @@ def write(root: Path, files: dict[str, str]) -> Path:
 )
 def test_cpus_are_limited_by_affinity_and_cgroups(tmp_path: Path, files: dict[str, str], limit: int | None) -> None:
     assert cpu_count(write(tmp_path, files)) == (CPUS if limit is None else limit)
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        pytest.param({}, 5120, id="machine"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "3000\n",
+                "sys/fs/cgroup/a/memory.max": "4000\n",
+                "sys/fs/cgroup/a/memory.current": "3500\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 2500\ninactive_file 1000\n",
+            },
+            1500,
+            id="the limit of a parent, without the cache",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/x\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "4100\n",
+            },
+            0,
+            id="v1, full",
+        ),
+    ],
+)
+def test_memory_is_limited_by_the_machine_and_cgroups(tmp_path: Path, files: dict[str, str], available: int) -> None:
+    meminfo = {"proc/meminfo": "MemTotal:       9 kB\nMemAvailable:       5 kB\n"}
+    assert available_memory(write(tmp_path, meminfo | files)) == available
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ def test_slurm_without_an_allocation_is_an_error(which: str) -> None:
         ({"workers_per_host": 2, "workers": (3, 2)}, "workers is (3, 2): "),
         ({"workers": (1, 2)}, "workers needs the same number"),
         ({"log_handlers": ["auto"]}, "log_handlers must be "),
+        ({"image": "train:1"}, 'image needs hostnames="kubernetes".'),
+        ({"hostnames": ["a"], "keep": True}, 'keep needs hostnames="kubernetes".'),
+        ({"resources": {"cpu": 1}}, 'resources needs hostnames="kubernetes".'),
     ],
 )
 def test_a_wrong_argument_gets_one_sentence(arguments: dict[str, Any], message: str) -> None:
