@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -25,9 +26,8 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     yield launcher, agent
     launcher.close()
     agent.close()
-    for end in (launcher, agent):
-        for _ in end.messages():
-            pass
+    for _ in launcher.messages():  # closes the descriptor
+        pass
 
 
 def test_a_launcher_that_has_nothing_to_send_sends_pings(
@@ -35,14 +35,17 @@ def test_a_launcher_that_has_nothing_to_send_sends_pings(
 ) -> None:
     monkeypatch.setattr(channel, "_PING_INTERVAL", 0.01)
     _, agent = request.getfixturevalue("ends")
-    messages = agent.messages()
-    assert [next(messages)[0] for _ in range(3)] == [{"type": "ping"}] * 3
+    with contextlib.closing(agent.messages()) as messages:
+        assert [next(messages)[0] for _ in range(3)] == [{"type": "ping"}] * 3
 
 
 async def test_an_agent_notices_a_launcher_that_sends_nothing(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "PING_TIMEOUT", 0.01)
-    _, agent = ends
+    launcher, agent = ends
     async with asyncio.timeout(60):
         assert await agent.silence() is None
+    with contextlib.closing(agent.messages()) as messages:
+        launcher.send({"type": "last"})
+        assert next(messages)[0] == {"type": "last"}

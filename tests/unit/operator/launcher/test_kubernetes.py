@@ -16,7 +16,7 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from elastic_operator.launcher.kubernetes import manifest_for
-from testbed.installation import kubeconfig
+from testbed.control_plane_config import kubeconfig
 from tests.support.object_server import answering
 from torchelastic.errors import SettingsError
 from torchelastic.launcher import AgentFailedError, Launcher, attach
