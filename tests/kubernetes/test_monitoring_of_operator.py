@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from scripts.monitoring.alerts import GROUPS
-from scripts.monitoring.fleet import FLEET_PAGE
-from scripts.monitoring.job import JOB_PAGE
+from scripts.monitoring.fleet import FLEET_DASHBOARD
+from scripts.monitoring.job import JOB_DASHBOARD
 from scripts.monitoring.page import Needs
 from tests.support.monitored import complaints, filled_in, queries, unit_of
 from tests.support.operator_namespace import OperatorNamespace, holds
@@ -99,7 +99,7 @@ def answerable_queries(page: Page) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("panel", "query"), [*answerable_queries(FLEET_PAGE), *answerable_queries(JOB_PAGE)])
+@pytest.mark.parametrize(("panel", "query"), [*answerable_queries(FLEET_DASHBOARD), *answerable_queries(JOB_DASHBOARD)])
 async def test_every_operator_panel_has_data_of_the_right_unit_and_size(
     watched: Watched, panel: Panel, query: Query
 ) -> None:
@@ -113,16 +113,16 @@ async def test_the_dashboards_show_the_jobs(watched: Watched) -> None:
         [sample] = await watched.answer(found[title, legend], job)
         return sample.value
 
-    assert await one(FLEET_PAGE, "Jobs") == 2
-    assert await one(FLEET_PAGE, "Running") == 1
-    assert await one(FLEET_PAGE, "Waiting") == 1
+    assert await one(FLEET_DASHBOARD, "Jobs") == 2
+    assert await one(FLEET_DASHBOARD, "Running") == 1
+    assert await one(FLEET_DASHBOARD, "Waiting") == 1
     # Prometheus extrapolates an increase to the ends of its range.
-    assert round(await one(FLEET_PAGE, "Restarts")) == 1
+    assert round(await one(FLEET_DASHBOARD, "Restarts")) == 1
     for legend, trains, lacks in (("desired", 2, 2), ("ready", 2, 1), ("minimum", 2, 2)):
-        assert await one(JOB_PAGE, "Pods", legend) == trains
-        assert await one(JOB_PAGE, "Pods", legend, "lacks") == lacks
-    assert await one(FLEET_PAGE, "Leader", "{{instance}}") == 1
-    causes = {(panel.title, query.legend): query.expr for panel, query in queries(FLEET_PAGE)}
+        assert await one(JOB_DASHBOARD, "Pods", legend) == trains
+        assert await one(JOB_DASHBOARD, "Pods", legend, "lacks") == lacks
+    assert await one(FLEET_DASHBOARD, "Leader", "{{instance}}") == 1
+    causes = {(panel.title, query.legend): query.expr for panel, query in queries(FLEET_DASHBOARD)}
     by_cause = {
         sample.labels["cause"]: round(sample.value)
         for sample in await watched.answer(causes["Restarts by cause", "{{cause}}"], "")
