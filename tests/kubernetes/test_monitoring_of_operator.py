@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from scripts.monitoring.alerts import GROUPS
+from scripts.monitoring.dashboard import Needs
 from scripts.monitoring.fleet import FLEET_DASHBOARD
 from scripts.monitoring.job import JOB_DASHBOARD
-from scripts.monitoring.page import Needs
 from tests.support.monitored import complaints, filled_in, queries, unit_of
 from tests.support.operator_namespace import OperatorNamespace, holds
 from tests.support.operator_process import OperatorProcess
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from scripts.monitoring.page import Page, Panel, Query
+    from scripts.monitoring.dashboard import Dashboard, Panel, Query
     from testbed.cluster import Cluster
     from tests.support.etcd import EtcdServer
     from tests.support.prometheus import Answer
@@ -90,11 +90,11 @@ async def watched(
             yield found
 
 
-def answerable_queries(page: Page) -> list[Any]:
+def answerable_queries(dashboard: Dashboard) -> list[Any]:
     """Return the dashboard queries that an operator answers."""
     return [
         pytest.param(panel, query, id=" ".join(filter(None, (panel.title, query.legend))))
-        for panel, query in queries(page)
+        for panel, query in queries(dashboard)
         if query.needs is Needs.OPERATOR
     ]
 
@@ -108,8 +108,8 @@ async def test_every_operator_panel_has_data_of_the_right_unit_and_size(
 
 
 async def test_the_dashboards_show_the_jobs(watched: Watched) -> None:
-    async def one(page: Page, title: str, legend: str = "", job: str = "trains") -> float:
-        found = {(panel.title, query.legend): query.expr for panel, query in queries(page)}
+    async def one(dashboard: Dashboard, title: str, legend: str = "", job: str = "trains") -> float:
+        found = {(panel.title, query.legend): query.expr for panel, query in queries(dashboard)}
         [sample] = await watched.answer(found[title, legend], job)
         return sample.value
 
