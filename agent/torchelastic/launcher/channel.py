@@ -140,10 +140,8 @@ class Channel:
         self._thread.join()
 
     def _write_all(self) -> None:
-        with (
-            contextlib.suppress(OSError),
-            contextlib.ExitStack() as sent,
-        ):  # the other end is closed, as the reader notices
+        # An error means that the other end is closed, which the reader notices.
+        with contextlib.suppress(OSError), contextlib.ExitStack() as sent:
             while (item := self._next()) is not None:
                 self._write_message(*item)
                 sent.close()  # freeing a large file takes time, for which the message after it does not wait

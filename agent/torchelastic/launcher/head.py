@@ -135,7 +135,7 @@ class Node:
 
 
 class ProcessNode(Node):
-    """The agent of this machine or, through ssh, of another one.
+    """The agent of this machine or, through ssh or srun, of another one.
 
     Args:
         argv: the command, whose standard input and output become the channel.
@@ -304,14 +304,14 @@ class Head:
     """Runs one call on a set of nodes.
 
     Attributes:
-        hosts: the hosts; empty if a cluster has them.
+        hosts: the hosts; without effect if there is a cluster.
         opened: the first message for all nodes, without what differs between them.
         code: an archive with the modules of the caller; empty if the hosts have them.
         command: returns the command that starts a node on a host.
         lines: takes the output.
         keep_warm: whether a node of this machine stays for the next launch with the same settings.
         min_hosts: the number of hosts that must remain.
-        cluster: the cluster that has the hosts; None for ``hosts``.
+        cluster: the pods on which to run the call; None to run it on ``hosts``.
     """
 
     hosts: Sequence[Host]
