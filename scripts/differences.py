@@ -19,7 +19,7 @@ def sentences() -> list[str]:
     """Return the sentences of all marks, by file and line."""
     calls = [
         node
-        for file in sorted(ROOT.glob("tests/real/test_compat_*.py"))
+        for file in sorted(ROOT.glob("tests/integration/test_compat_*.py"))
         for node in sorted(_calls(file), key=lambda node: node.lineno)
     ]
     return [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "pytest.mark.differs"]

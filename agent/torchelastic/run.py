@@ -22,7 +22,7 @@ from torchelastic.config.parse import backend_of, count_workers, endpoint_of, ma
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import ProgramKind
 from torchelastic.errors import SettingsError, StartError
-from torchelastic.protocol.output import DEFAULT_ROLE, TIME_FORMAT, log_format
+from torchelastic.protocol.log_format import DEFAULT_ROLE, TIME_FORMAT, log_format
 from torchelastic.protocol.pod import CALLS_MODULE, Env, ExitCode, TerminationMessage, encode_termination_message
 from torchelastic.training.error_file import record_failure
 

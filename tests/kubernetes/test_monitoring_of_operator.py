@@ -1,6 +1,6 @@
 """Dashboards and alerts of a real operator with a real Prometheus and a real API server.
 
-There is no kubelet; the tests act as the kubelet and the agents. The metrics of agents are tested in tests/real.
+There is no kubelet; the tests act as the kubelet and the agents. The metrics of agents are tested in tests/integration.
 """
 
 from __future__ import annotations

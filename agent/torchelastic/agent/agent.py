@@ -21,7 +21,7 @@ from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_l
 from torchelastic.agent.signals import SignalReceived, Signals
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
-from torchelastic.protocol.output import STARTED
+from torchelastic.protocol.log_format import STARTED
 from torchelastic.protocol.pod import LEAVING_SIGNALS, LEFT_CODES, ExitCode
 from torchelastic.protocol.records import (
     FailureKind,

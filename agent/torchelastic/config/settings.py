@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torchelastic.protocol.keys import RUN_LEASE_TTL
-from torchelastic.protocol.output import DEFAULT_ROLE
+from torchelastic.protocol.log_format import DEFAULT_ROLE
 from torchelastic.protocol.records import NodeRecord, ResumeRecord
 
 if TYPE_CHECKING:

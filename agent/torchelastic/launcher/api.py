@@ -18,7 +18,7 @@ from torchelastic.agent.server.api import WorkerSpec, common_fields
 from torchelastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchelastic.config import parsers
 from torchelastic.config.parsers import RawValue
-from torchelastic.protocol.output import LAUNCH_ROLE
+from torchelastic.protocol.log_format import LAUNCH_ROLE
 from torchelastic.rendezvous.api import RendezvousParameters
 from torchelastic.rendezvous.registry import rendezvous_handler_registry
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import queue
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -119,6 +120,10 @@ class Node:
                     case "store":
                         if self._store is not None:
                             self._store.take(self.channel, message)
+                    case "result" if "file" in message:  # on this machine
+                        with Path(message["file"]).open("rb") as file:
+                            Path(message["file"]).unlink()
+                            self.events.put((self, message, _unpickled(file)))
                     case "result":
                         self.events.put((self, message, _unpickled(content)))
                     case _:
@@ -201,12 +206,12 @@ class Cluster(Protocol):
     def nodes(self, events: Events) -> AbstractContextManager[None]:
         """Return a context that starts the nodes, and at its end removes what it has made.
 
-        Each node is announced by its message "connected". The message "failed" of the node None has the reason why no
-        node will come any more.
+        Each node is announced by its message "connected". Messages of the node None: "failed" has the reason why no
+        node will come any more, and "waiting" the reason why no more nodes have come yet.
         """
 
 
-def _unpickled(content: Content) -> Any:  # noqa: ANN401 - the function's own value
+def _unpickled(content: Content | IO[bytes]) -> Any:  # noqa: ANN401 - the function's own value
     """Return the object that arrives, or :class:`_Unreadable` with the exception of its code."""
     try:
         return pickle.load(content)  # noqa: S301 - from a worker of this launch
@@ -346,7 +351,7 @@ class Head:
         with contextlib.ExitStack() as stack:
             stack.callback(self.lines.flush)
             stack.enter_context(cluster.nodes(events))
-            return _Collector((), self.lines, 0, connected).collect(events)
+            return _Collector((), self.lines, 0, _Progress(len(cluster.hosts)), connected).collect(events)
 
     def _run_on_hosts(self, call: bytes) -> dict[int, Result] | BaseException:
         key = self._key() if self._may_stay() else None
@@ -369,7 +374,9 @@ class Head:
                     node.channel.send({**self.opened, **own}, self.code)
                 nodes.append(node)
                 node.channel.send({"type": "call"}, call)
-            results = _Collector(nodes, self.lines, self.min_hosts).collect(events)
+            remote = [host for host in self.hosts if not host.is_local]
+            progress = _Progress(len(self.hosts) if remote else 0)
+            results = _Collector(nodes, self.lines, self.min_hosts, progress).collect(events)
             if key is not None:
                 _keep_idle(key, nodes.pop())
         return results
@@ -385,6 +392,46 @@ class Head:
         return repr((os.getpid(), Path.cwd(), self.command(host), sorted(os.environ.items()), host, settings))
 
 
+class _Progress:
+    """A line on the launcher's terminal while hosts connect; it disappears when all have, or a worker writes a line.
+
+    Args:
+        hosts: the number of hosts; 0 for no line.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+        self._connected = 0
+        self._shown = bool(hosts and sys.stderr is not None and sys.stderr.isatty())
+        self.show()
+
+    def show(self, waiting: str = "") -> None:
+        """Show the line, with the reason why no more hosts have connected yet."""
+        if self._shown:
+            line = f"{self._connected} of {self._hosts} hosts are connected{waiting and f': {waiting}'}"
+            printable = "".join(each if each.isprintable() else " " for each in line)
+            sys.stderr.write(f"\r\x1b[K{printable[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+
+    def add(self) -> None:
+        """Count a host that has connected."""
+        self._connected += 1
+        self.show()
+        if self._connected >= self._hosts:
+            self.close()
+
+    def clear(self) -> None:
+        """Clear the line, so that another line can be written."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Clear the line, and show it no more."""
+        self.clear()
+        self._shown = False
+
+
 class _Collector:
     """Handles the messages of the nodes until the run has ended on all of them.
 
@@ -392,6 +439,7 @@ class _Collector:
         nodes: the nodes.
         lines: takes the output.
         min_hosts: the number of nodes that must remain.
+        progress: shows how many nodes have connected.
         connected: called with each node that a cluster announces; None if the nodes are known.
     """
 
@@ -400,11 +448,13 @@ class _Collector:
         nodes: Sequence[Node],
         lines: Lines,
         min_hosts: int,
+        progress: _Progress,
         connected: Callable[[Node], None] | None = None,
     ) -> None:
         self._running = dict.fromkeys(nodes)
         self._lines = lines
         self._min_hosts = min_hosts
+        self._progress = progress
         self._connected = connected
         self._results: dict[int, Result] = {}
         self._size = 0
@@ -413,16 +463,8 @@ class _Collector:
 
     def collect(self, events: Events) -> dict[int, Result] | BaseException:
         """Return the results, or the exception of the worker that failed first; raise AgentFailedError."""
-        while self._running or (self._connected is not None and not self._size and self._failure is None):
-            node, message, content = self._next(events)
-            if node is None:
-                if message is not None and self._hopeless is None:
-                    wait = _REPORT_TIMEOUT if self._running else 0.0
-                    self._hopeless = time.monotonic() + wait, message["message"]
-            elif message is None:
-                self._lost(node)
-            else:
-                self._take(node, message, content)
+        with contextlib.closing(self._progress):
+            self._collect(events)
         if self._failure is not None:
             return self._failure[1]
         if missing := sorted({*range(self._size)} - self._results.keys()):
@@ -431,18 +473,35 @@ class _Collector:
             )
         return dict(sorted(self._results.items()))
 
+    def _collect(self, events: Events) -> None:
+        while self._running or (self._connected is not None and not self._size and self._failure is None):
+            node, message, content = self._next(events)
+            if node is None:
+                if message is not None and message["type"] == "waiting":
+                    self._progress.show(message["message"])
+                elif message is not None and self._hopeless is None:
+                    wait = _REPORT_TIMEOUT if self._running else 0.0
+                    self._hopeless = time.monotonic() + wait, message["message"]
+            elif message is None:
+                self._lost(node)
+            else:
+                self._take(node, message, content)
+
     def _take(self, node: Node, message: Mapping[str, Any], content: Any) -> None:  # noqa: ANN401 - bytes, or a result
         match message["type"]:
             case "output":
+                self._progress.close()
                 self._lines.write(node.host, message["local_rank"], message["stream"], content)
                 node.channel.send({"type": "handled", "size": len(content)})
             case "agent":
+                self._progress.clear()
                 self._lines.write(node.host, None, 2, content)
             case "connected" if self._connected is not None:
                 self._running[node] = None
                 self._connected(node)
             case "hello":
                 _check_versions(node, message)
+                self._progress.add()
             case "refused":
                 raise SettingsError(f"{node.host}: {message['message']}")
             case "result":

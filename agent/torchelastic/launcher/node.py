@@ -60,7 +60,7 @@ _SSH_PORT: Final = 22
 
 
 class ChannelOutput:
-    """Sends the workers' output to the launcher; see :class:`~torchelastic.agent.logs.OutputConsumer`."""
+    """Sends the workers' output to the launcher; see :class:`~torchelastic.agent.worker_output.OutputConsumer`."""
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
@@ -151,7 +151,7 @@ class Node:
                 watching = asyncio.create_task(self._watch()) if first[0]["remote"] else None
                 async with Workers(settings, output=self._output) as workers:
                     extract_code(first[1], workers.scratch)
-                    await self._take_calls(settings, workers)
+                    await self._take_calls(settings, workers, is_local=not first[0]["remote"])
         except TorchElasticError as error:
             self._channel.send({"type": "refused", "message": f"{error}"})
         if watching is not None:
@@ -167,7 +167,7 @@ class Node:
         threading.Timer(_EXIT_TIMEOUT, os._exit, [1]).start()
         os.kill(os.getpid(), signal.SIGTERM)  # the agent leaves the run
 
-    async def _take_calls(self, settings: AgentSettings, workers: Workers) -> None:
+    async def _take_calls(self, settings: AgentSettings, workers: Workers, *, is_local: bool) -> None:
         # Import these modules while the fork server imports torch.
         from torchelastic.agent.agent import Agent
         from torchelastic.launcher.store import ChannelStore
@@ -183,7 +183,8 @@ class Node:
         while (item := await self._inbox.messages.get()) is not None:
             write_call(workers.scratch, item[1])
             agent = Agent(settings, AgentMetrics(settings.role), connect)
-            report(self._channel, agent, await agent.run(workers), workers.scratch)
+            ending = await agent.run(workers)
+            report(self._channel, agent, ending, workers.scratch, is_local=is_local)
 
 
 def greet(channel: Channel) -> None:
@@ -198,8 +199,11 @@ def extract_code(archive: bytes, scratch: Path) -> None:
             opened.extractall(code_folder(scratch), filter="data")
 
 
-def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) -> None:
-    """Send the results of the workers, or the exception of the worker that is the root cause."""
+def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path, *, is_local: bool = False) -> None:
+    """Send the results of the workers, or the exception of the worker that is the root cause.
+
+    A launcher on this machine (`is_local`) gets the path of each result instead, and removes the file.
+    """
     failure = ending.message.failure
     ended = {
         "type": "ended",
@@ -210,12 +214,16 @@ def report(channel: Channel, agent: Agent, ending: ExitStatus, scratch: Path) ->
     if agent.ranks is not None and ending.code is ExitCode.SUCCEEDED:
         round, ranks = agent.ranks
         for local_rank, rank in enumerate(ranks):
+            result: dict[str, Any] = {"type": "result", "rank": rank, "local_rank": local_rank}
+            path = result_file(scratch, round, rank)
+            if is_local and path.exists():
+                channel.send({**result, "file": f"{path}"})
+                continue
             value: bytes | IO[bytes] = pickle.dumps(None)  # if the worker has called sys.exit(0)
             with contextlib.suppress(FileNotFoundError):
-                path = result_file(scratch, round, rank)
                 value = path.open("rb")
                 path.unlink()  # a later call has a file of the same name
-            channel.send({"type": "result", "rank": rank, "local_rank": local_rank}, value)
+            channel.send(result, value)
     content = b""
     if failure is not None:
         ended |= {"rank": failure.rank, "exit_code": failure.exit_code, "own": agent.is_own(failure)}

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from torchelastic.protocol.output import DEFAULT_ROLE
+from torchelastic.protocol.log_format import DEFAULT_ROLE
 
 PROTOCOL_VERSION: Final = 1
 """The version of the records and rules, the same in all nodes of a round. Each incompatible change increments it."""

@@ -32,7 +32,7 @@ from elastic_operator.controller.model import Pod, PodPhase
 from elastic_operator.errors import ClusterError, NotFound
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, READ_TIMEOUT, Api, ApiError
 from elastic_operator.kubernetes.pod_status import pod_of
-from torchelastic.protocol.output import ROUND_LINE, WORKER_LINE
+from torchelastic.protocol.log_format import ROUND_LINE, WORKER_LINE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator

@@ -126,7 +126,10 @@ class JobCluster:
                     job = await asyncio.shield(begins)  # if it is canceled, the job may exist nevertheless
                 if self._settings.keep:
                     self._settings.job = self.job
-                self._min_pods = int(get_dict(job, "spec").get("minReplicas") or 1)
+                spec = get_dict(job, "spec")
+                self._min_pods = int(spec.get("minReplicas") or 1)
+                pods = int(spec.get("replicas") or spec.get("maxReplicas") or self._min_pods)
+                self.hosts = [hostname(self.job, index) for index in range(pods)]
                 started.set_result(None)
                 async with asyncio.TaskGroup() as tasks:
                     selected = {"fieldSelector": f"metadata.name={self.job}"}
@@ -197,6 +200,7 @@ class JobCluster:
         self._waiting = next((get_str(each, "message") for each in waiting if get_str(each, "status") == "True"), "")
         if not conditions:
             self._waiting = "the operator has not taken it up; see that it is installed and runs"
+        self._events.put((None, {"type": "waiting", "message": self._waiting}, None))
 
     def _take_pod(self, api: UserApi, tasks: asyncio.TaskGroup, kind: str, pod: Json) -> None:
         uid = get_str(pod, "metadata", "uid")

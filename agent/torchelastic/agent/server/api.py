@@ -12,7 +12,7 @@ from torchelastic.config import parsers
 from torchelastic.config.parsers import RawValue
 from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
-from torchelastic.protocol.output import DEFAULT_ROLE
+from torchelastic.protocol.log_format import DEFAULT_ROLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -35,7 +35,7 @@ from torchelastic.config.settings import AgentSettings, LogSettings, NodeSetting
 from torchelastic.errors import SettingsError
 from torchelastic.lazy import lazy_attributes
 from torchelastic.metrics.agent import AgentMetrics
-from torchelastic.protocol.output import DEFAULT_ROLE
+from torchelastic.protocol.log_format import DEFAULT_ROLE
 from torchelastic.protocol.pod import LEFT_CODES, ExitCode
 from torchelastic.rendezvous.api import RendezvousConnectionError, RendezvousParameters
 from torchelastic.rendezvous.handler import ElasticRendezvousHandler

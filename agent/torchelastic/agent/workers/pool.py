@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.failures import FailureCause, WorkerExit, explain
 from torchelastic.agent.function_call import CALL_MODULE
-from torchelastic.agent.logs import Console, Logs, temporary_folder
+from torchelastic.agent.worker_output import Console, Logs, temporary_folder
 from torchelastic.agent.workers import heartbeat_monitor, program_source
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
 from torchelastic.agent.workers.process_tree import TREE_MARK, handles
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
-    from torchelastic.agent.logs import OutputConsumer, WorkerOutput
+    from torchelastic.agent.worker_output import OutputConsumer, WorkerOutput
     from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program

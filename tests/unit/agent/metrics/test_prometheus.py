@@ -236,7 +236,7 @@ def test_an_invalid_value_of_a_sum_is_dropped_and_logged_once(
 
 
 class OneElement:
-    """An array or tensor with one element; tests/real tests real arrays and tensors."""
+    """An array or tensor with one element; tests/integration tests real arrays and tensors."""
 
     def __init__(self, element: object) -> None:
         self._element = element

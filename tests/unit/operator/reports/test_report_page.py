@@ -1,4 +1,4 @@
-"""``elasticjob report``: the content of the page; tests/real opens the page in a browser."""
+"""``elasticjob report``: the content of the page; tests/integration opens the page in a browser."""
 
 from __future__ import annotations
 

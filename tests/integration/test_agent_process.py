@@ -1,0 +1,126 @@
+"""The start and the exit of an agent process: no needless wait, and no lost message."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import TIMEOUT, AgentProcess
+from tests.support.workers import poll_until, text_of
+from torchelastic.agent.workers.process_tree import read_table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.integration
+
+WATCHED_SPAWN = """
+import posix, sys
+
+spawn = posix.posix_spawn
+
+def telling(path, argv, *rest, **more):
+    if any("fork_server_main" in word for word in argv):
+        heavy = ("aiohttp", "prometheus_client", "torchelastic.agent.agent", "torchelastic.rendezvous.node")
+        print("imported before torch:", [name for name in heavy if name in sys.modules], flush=True)
+    return spawn(path, argv, *rest, **more)
+
+posix.posix_spawn = telling
+"""
+
+
+async def test_the_import_of_torch_waits_for_no_other_import(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WATCHED_SPAWN)
+    (program := tmp_path / "program.py").touch()
+    env = {"PYTHONPATH": str(tmp_path)}
+    async with AgentProcess("--standalone", "--metrics-port=0", program, env=env) as agent:
+        assert await agent.code() == 0
+    assert "imported before torch: []" in agent.lines
+
+
+async def test_an_agent_paused_during_its_exit_keeps_its_last_message_and_exit_code(tmp_path: Path) -> None:
+    program, last_words = tmp_path / "program.py", tmp_path / "last-words"
+    program.write_text(
+        f"""if True:
+            import os, sys
+            os.write(2, b"x" * {1 << 20})
+            open(sys.argv[1], "w").close()
+            sys.exit(7)
+        """
+    )
+    agent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "torchelastic.run", "--standalone", "--prefix"),
+        *(f"--termination-log={last_words}", program, tmp_path / "up"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        limit=16,  # the reader buffers this number of bytes; the rest stays in the pipe
+    )
+    assert agent.stderr
+    try:
+        await text_of(tmp_path / "up")
+        # After the exit of the processes that start workers, the run has ended, and only messages remain to be written.
+        await poll_until(lambda: not [entry for entry in read_table().values() if entry.parent == agent.pid])
+        assert json.loads(last_words.read_text())["reason"] == "WorkerFailed"
+        agent.send_signal(signal.SIGTERM)
+        agent.send_signal(signal.SIGINT)
+        async with asyncio.timeout(TIMEOUT):
+            await agent.stderr.read()
+            assert await agent.wait() == 1
+    finally:
+        if agent.returncode is None:
+            agent.kill()
+            await agent.communicate()
+
+
+async def test_an_agent_with_closed_standard_streams_works(tmp_path: Path, etcd: EtcdServer) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("for number in range(10_000): print('line', number)\n")
+    flags = (f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    closed = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    async with AgentProcess(*flags, program, within=closed) as agent:
+        assert await agent.code() == 0
+
+
+async def test_an_agent_that_gets_sigterm_after_a_failure_does_not_wait_for_the_stop_timeout(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "stubborn.py"
+    program.write_text(
+        """if True:
+            import os, signal, sys
+            signal.signal(signal.SIGTERM, lambda *_: print("got SIGTERM", flush=True))
+            print("up", flush=True)
+            if os.environ["RANK"] == "0":
+                open(sys.argv[1]).read()
+                sys.exit(5)
+            while True:
+                signal.pause()
+        """
+    )
+    os.mkfifo(tmp_path / "go")
+    flags = ("--standalone", "--nproc-per-node=2", "--stop-timeout=600", "--shutdown-timeout=0.1")
+    async with AgentProcess(*flags, program, tmp_path / "go") as agent:
+        for rank in (0, 1):
+            await agent.wait_for_line(rf"\[rank {rank}\] up")
+        await asyncio.to_thread((tmp_path / "go").write_text, "")
+        await agent.wait_for_line(r"\[rank 1\] got SIGTERM")
+        agent.kill(signal.SIGTERM)
+        assert await agent.code() == 143
+
+
+async def test_a_limit_of_open_files_that_is_too_low_is_reported(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").touch()
+    within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
+    async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:
+        assert await agent.code() == 2
+    assert "too many files are open: raise the limit (ulimit -n)" in agent.lines[-1]

@@ -1,0 +1,176 @@
+"""Each example in the README and in the documentation of metrics and of launching from Python works as documented."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from tests.support.agents import AgentProcess
+from tests.support.launchers import Launcher
+from tests.support.ports import free_range
+from tests.support.scraping import scraped, scraped_text
+
+if TYPE_CHECKING:
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.integration
+
+
+class Example(NamedTuple):
+    """A program in the documentation, with its heading and the text that follows."""
+
+    heading: str
+    source: str
+    after: str
+
+
+def examples(page: str) -> list[Example]:
+    """Return the programs of a page."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    sections = re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return [
+        Example(heading, *found)
+        for heading, section in sections
+        for found in re.findall(r"^```python\n(.*?)^```$(.*?)(?=^```|\Z)", section, re.MULTILINE | re.DOTALL)
+    ]
+
+
+README = Path(__file__).parents[2] / "README.md"
+METRICS, LAUNCH, PYTHON_API = map(examples, ("metrics.md", "launch.md", "python-api.md"))
+
+
+def below(heading: str, number: int = 0) -> str:
+    """Return the source of an example below a heading."""
+    return [each.source for each in (*METRICS, *LAUNCH, *PYTHON_API) if each.heading == heading][number]
+
+
+async def test_the_script_of_the_readme_continues_from_its_checkpoint_after_a_failure(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    fails = "raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    (tmp_path / "train.py").write_text(f"{script}\nprint('started at step', start)\n{fails}\n")
+    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    async with AgentProcess(*flags, "train.py", cwd=tmp_path) as agent:
+        await agent.wait_for_line("started at step 0")
+        await agent.wait_for_line("started at step 1000")
+        assert await agent.code() == 0
+
+
+# -- metrics
+
+JOB = 'elasticjob="digits",job_namespace="",'
+"""The labels that the documentation omits after the first example."""
+
+SHOWN = [
+    pytest.param(example.source, lines, id=lines[0].partition("{")[0])
+    for example in METRICS
+    if (lines := re.findall(r"^    (my_app_\w+\{.*)$", example.after, re.MULTILINE))
+]
+
+
+@pytest.mark.parametrize(("source", "shown"), SHOWN)
+async def test_a_metrics_page_is_documented_verbatim(tmp_path: Path, source: str, shown: list[str]) -> None:
+    program, port = tmp_path / "train.py", free_range(1).first
+    program.write_text(f"{source}\nprint('measured', flush=True)\nimport signal\nsignal.pause()\n")
+    flags = ("--rdzv-id=digits", "--nproc-per-node=2", f"--metrics-port={port}", "--local-addr=127.0.0.1")
+    async with AgentProcess("--standalone", *flags, program) as agent:
+        for rank in (0, 1):
+            await agent.wait_for_line(rf"\[rank {rank}\] measured")
+        page = await scraped_text(port)
+    assert len(shown) >= 2
+    assert set(shown) <= {*page.splitlines(), *page.replace(JOB, "").splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("heading", "said"),
+    [("The API", r"^\[my_app\] loss=0\.5$"), ("In any program", r"^http://127\.0\.0\.1:\d+/metrics$")],
+)
+def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", below(heading)], check=True, capture_output=True, text=True)
+    assert re.search(said, ended.stdout.strip())
+    assert ended.stderr == ""
+
+
+def test_every_example_is_run_here() -> None:
+    assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 3]
+
+
+# -- launching from Python
+
+
+@pytest.mark.parametrize(
+    ("heading", "said"),
+    [
+        ("Launch a function", "rank 0 of 2 has trained\nloss: True"),
+        ("One call", r"\{0: 6\.0, 1: 6\.0\}"),
+        ("When the run fails", r"rank \d exited with 1: ValueError: the learning rate is negative"),
+        ("A launcher of your own", "rank 0 returned: hello there"),
+    ],
+)
+async def test_a_single_node_example_prints_what_its_text_promises(tmp_path: Path, heading: str, said: str) -> None:
+    path = tmp_path / "example.py"
+    path.write_text(below(heading))
+    async with Launcher(path) as launcher:
+        assert await launcher.code() == 0, launcher.output
+    assert re.search(said, launcher.output), launcher.output
+
+
+async def test_the_multi_node_example_trains_on_two_nodes(tmp_path: Path, etcd: EtcdServer) -> None:
+    path = tmp_path / "example.py"
+    path.write_text(below("One call", 1))
+    run_id = str(uuid.uuid4())
+    async with Launcher(path, etcd.endpoint, run_id) as a, Launcher(path, etcd.endpoint, run_id) as b:
+        assert [await a.code(), await b.code()] == [0, 0]
+    assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
+
+
+WAITS = """
+    if state.step == 101 and torch.distributed.get_world_size() == 1:  # waits for another process
+        __import__("time").sleep(0.01)
+        MyState.waits = getattr(MyState, "waits", False) or not print("waits", flush=True)
+        return
+"""
+MOMENTS = "print('updates of the moments:', *{int(each['step']) for each in state.optimizer.state.values()})"
+
+
+async def test_a_process_that_joins_the_example_gets_the_state_and_the_moments(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    source = below("Training that survives changes of the world")
+    step = "def train_step(state: MyState) -> None:"
+    source = source.replace("max_workers=3", "max_workers=3&last_call_timeout=0").replace(step, f"{step}{WAITS}")
+    (path := tmp_path / "main.py").write_text(source + MOMENTS)
+    arguments = (path, etcd.endpoint, "1234")
+    async with Launcher(*arguments, cwd=tmp_path) as first:
+        await first.wait_for_line("^waits")
+        async with Launcher(*arguments, cwd=tmp_path) as second:
+            assert [await first.code(), await second.code()] == [0, 0], first.output
+    for each in (first, second):
+        assert each.lines[-2:] == ["trained 200 steps", "updates of the moments: 200"]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize(("number", "ranks", "said"), [(0, 1, "trained"), (1, 2, "written")])
+async def test_an_example_reports_progress_and_runs_unchanged_without_an_agent(
+    tmp_path: Path, number: int, ranks: int, said: str
+) -> None:
+    path, port = tmp_path / "train.py", free_range(1).first
+    source = below("Reporting progress", number)
+    path.write_text(f"{source}\nimport os, signal\n'RANK' in os.environ and signal.pause()\n")
+    flags = ("--standalone", f"--nproc-per-node={ranks}", f"--metrics-port={port}", "--local-addr=127.0.0.1")
+    async with AgentProcess(*flags, path, cwd=tmp_path) as agent:
+        for rank in range(ranks):
+            await agent.wait_for_line(rf"\[rank {rank}\] {said}")
+        page = await scraped(port)
+    measured = {name: value for (name, labels), value in page.samples.items() if ("rank", "0") in labels}
+    assert measured["torchelastic_operation_duration_seconds_count"] == (200, 100)[number] - 1
+    assert measured["torchelastic_checkpoint_write_latency_seconds_count"] == (2, 1)[number]
+    if ranks == 1:
+        async with Launcher(path, cwd=tmp_path) as alone:
+            assert await alone.code() == 0, alone.output
+        assert alone.lines == [said]

@@ -1,0 +1,263 @@
+"""The operator's mirror of a run's store, and the stores of all jobs, on a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import Configuration
+
+from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.job_store import JobStores
+from elastic_operator.store_mirror import StoreMirror
+from tests.support.certificates import make_certificates
+from tests.support.etcd import EtcdServer, fake_etcd, http
+from tests.support.object_server import answering
+from torchelastic.errors import StoreError
+from torchelastic.protocol.codec import encode
+from torchelastic.protocol.keys import RunKeys, run_lease
+from torchelastic.protocol.records import (
+    HistoryRecord,
+    NodeRecord,
+    PastRound,
+    RoundRecord,
+    RunState,
+    SizeRecord,
+    StateRecord,
+    TimeBreakdown,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from torchelastic.store.api import StoreSettings
+
+pytestmark = pytest.mark.integration
+
+TIMEOUT = 90.0
+KEY = "team/digits"
+SIZE = SizeRecord(min=1, max=8, desired=1)
+
+
+@pytest.fixture
+def run_id() -> str:
+    return str(uuid.uuid4())
+
+
+class Watched:
+    """A store mirror, and the changes and errors that it reported.
+
+    Attributes:
+        mirror: the mirror.
+        changes: the number of changes that the mirror reported.
+        said: the mirror's messages about an unreachable store.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._happened = asyncio.Event()
+        self.changes = 0
+        self.said: list[str] = []
+        self.mirror = StoreMirror(run_id, changed=self._changed, away=self._away)
+
+    def _changed(self) -> None:
+        self.changes += 1
+        self._happened.set()
+
+    def _away(self, sentence: str) -> None:
+        self.said.append(sentence)
+        self._happened.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT):
+            while not true():
+                self._happened.clear()
+                await self._happened.wait()
+
+    @contextlib.asynccontextmanager
+    async def follows(self, settings: Callable[[], StoreSettings]) -> AsyncIterator[StoreMirror]:
+        task = asyncio.create_task(self.mirror.run(settings, None))
+        try:
+            yield self.mirror
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled()
+
+
+async def test_history_and_time_breakdown_are_read_and_do_not_wake_the_operator(etcd: EtcdServer, run_id: str) -> None:
+    keys = RunKeys(run_id)
+    split = TimeBreakdown(until=1_700_000_000.5, seconds={RunState.TRAINING: 7.25}, nodes_joined=2)
+    history = HistoryRecord(created=1_700_000_000.0, rounds=(PastRound(number=1, began=1_700_000_000.0, nodes=2),))
+    watched = Watched(run_id)
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
+        await watched.until(lambda: mirror.readable)
+        before = watched.changes
+        for _ in range(3):
+            await store.put(keys.time_breakdown, encode(split))
+            await store.put(keys.history, encode(history))
+        await store.put(keys.state, encode(StateRecord(RoundRecord(number=1))))
+        await watched.until(lambda: mirror.round is not None)
+        assert (mirror.time_breakdown, mirror.history) == (split, history)
+        assert watched.changes == before + 1
+        await store.put(keys.time_breakdown, b"nonsense")
+        await store.delete(keys.history)
+        await store.put(keys.state, encode(StateRecord(RoundRecord(number=2))))
+        await watched.until(lambda: mirror.round == RoundRecord(number=2))
+        assert (mirror.time_breakdown, mirror.history) == (None, None)
+
+
+async def test_every_change_of_a_node_except_progress_wakes_the_operator(etcd: EtcdServer, run_id: str) -> None:
+    keys = RunKeys(run_id)
+    record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)
+    watched = Watched(run_id)
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
+        await store.put(keys.node("a.1"), encode(record))
+        await watched.until(lambda: mirror.nodes == {"a.1": record})
+        before = watched.changes
+        for kept in (10.0, 20.0):
+            await store.put(
+                keys.node("a.1"), encode(msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=kept))
+            )
+        progressed = msgspec.structs.replace(record, first_step_at=5.0, last_checkpoint_at=20.0, round=1)
+        await store.put(keys.node("a.1"), encode(progressed))
+        await watched.until(lambda: mirror.nodes == {"a.1": progressed})
+        assert watched.changes == before + 1
+
+
+async def test_the_keys_of_a_run_are_removed_even_if_its_lease_is_lost(etcd: EtcdServer, run_id: str) -> None:
+    watched, keys = Watched(run_id), RunKeys(run_id)
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
+        await watched.until(lambda: mirror.readable)
+        await mirror.write_size(SIZE)
+        await store.put(keys.node("a.1"), encode(NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)))
+        await store.revoke(run_lease(run_id))
+        await mirror.forget_run()
+        assert (await store.list(keys.root)).entries == ()
+        await watched.until(lambda: not mirror.nodes)
+        assert mirror.names == {"a.1": "a"}, "the mirror keeps the names of nodes that have left"
+
+
+async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, run_id: str) -> None:
+    watched = Watched(run_id)
+    async with watched.follows(lambda: own_etcd.settings) as mirror:
+        await mirror.forget_run()  # before the first connection, there are no keys to remove
+        await watched.until(lambda: mirror.readable)
+        own_etcd.pause()
+        forgetting = asyncio.create_task(mirror.forget_run())
+        await asyncio.sleep(0)
+        await own_etcd.kill()
+        with pytest.raises(StoreError):
+            await asyncio.wait_for(forgetting, TIMEOUT)
+
+
+# -- the stores of all jobs
+
+
+class Followed:
+    """The stores of all jobs, with one job whose store the test follows."""
+
+    def __init__(self, run_id: str, api: Api | None = None) -> None:
+        self._run_id = run_id
+        self._happened = asyncio.Event()
+        self.stores = JobStores(
+            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], timeout=0.0
+        )
+
+    @contextlib.asynccontextmanager
+    async def at(self, endpoint: str, *, secret: str | None = None) -> AsyncIterator[StoreMirror]:
+        """Follow the store at an endpoint within the block."""
+        async with asyncio.timeout(TIMEOUT), self.stores as stores:
+            yield stores.follow(self._run_id, KEY, endpoint, external=True, available=True, secret=secret)
+
+    async def error(self) -> str:
+        """Wait for the first message about the store, and return it."""
+        await self.until(lambda: self.stores.error(self._run_id) is not None)
+        return self.stores.error(self._run_id) or ""
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            self._happened.clear()
+            await self._happened.wait()
+
+
+async def test_a_long_store_outage_and_a_bad_endpoint_are_reported_on_the_job(
+    own_etcd: EtcdServer, run_id: str
+) -> None:
+    await own_etcd.kill()
+    followed = Followed(run_id)
+    async with followed.at("etcd:99999") as mirror:
+        assert "a port is a number from 1 to 65535" in await followed.error()
+        followed.stores.follow(run_id, KEY, own_etcd.endpoint, external=True, available=False)
+        followed.stores.follow(run_id, KEY, own_etcd.endpoint, external=True, available=True)
+        assert f"etcd at {own_etcd.endpoint} does not answer: connection refused" in await followed.error()
+        await own_etcd.start()
+        await followed.until(lambda: mirror.readable)
+        assert followed.stores.error(run_id) is None
+
+
+async def test_a_hanging_store_is_awaited_briefly_and_gets_the_size_later(etcd: EtcdServer, run_id: str) -> None:
+    followed = Followed(run_id)
+    async with followed.at(etcd.endpoint) as mirror:
+        await followed.until(lambda: mirror.readable)
+        with etcd.paused(), pytest.raises(StoreError, match="has not answered"):
+            await followed.stores.write_size(run_id, SIZE)
+        later = SizeRecord(min=1, max=8, desired=1, generation=203)
+        await followed.stores.write_size(run_id, later)
+        await followed.until(lambda: mirror.size == later)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http("200 OK", "<html>SECRET</html>"),
+        http("404 Not Found", "SECRET"),
+        http("500 Internal Server Error", "SECRET"),
+        http("400 Bad Request", '{"message": "SECRET", "code": 3}'),
+        http("503 Service Unavailable", '{"message": "SECRET", "code": 14}'),
+        lambda _: b"SECRET\r\n\r\n",
+    ],
+)
+async def test_what_another_server_answers_is_not_shown_to_the_users_of_the_job(
+    answer: Callable[[str], bytes], run_id: str
+) -> None:
+    followed = Followed(run_id)
+    async with fake_etcd(answer) as endpoint, followed.at(endpoint):
+        message = await followed.error()
+    assert endpoint in message
+    assert "SECRET" not in message
+
+
+async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:
+    files = make_certificates(tmp_path)
+    secret: dict[str, Any] = {"metadata": {"name": "hub", "namespace": "team"}, "data": {}}
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.path == "/api/v1/namespaces/team/secrets/hub"
+        return web.json_response(secret)
+
+    def put(**paths: str) -> None:
+        for name, path in paths.items():
+            secret["data"][name.replace("_", ".")] = base64.b64encode(Path(path).read_bytes()).decode()
+
+    async with (
+        EtcdServer(tmp_path, args=files.etcd_flags_for_clients, protocol="https") as etcd,
+        answering(answer) as configuration,
+        Api(configuration) as api,
+    ):
+        followed = Followed(run_id)
+        async with followed.at(etcd.url):
+            assert f"the certificate of etcd at {etcd.endpoint} cannot be trusted" in await followed.error()
+        followed = Followed(run_id, api)
+        async with followed.at(etcd.url, secret="hub") as mirror:
+            neither = "the Secret hub, which spec.etcd.tlsSecret names, has neither ca.crt nor tls.crt"
+            assert neither in await followed.error()
+            put(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
+            await followed.until(lambda: mirror.readable)
+            assert followed.stores.error(run_id) is None
