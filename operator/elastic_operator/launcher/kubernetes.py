@@ -405,7 +405,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         job = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise SettingsError(f"manifest {path} cannot be read: {' '.join(str(error).split())}.") from None
+        why = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+        raise SettingsError(f"manifest {path} cannot be read: {why}.") from None
     if not isinstance(job, dict) or job.get("kind") != ELASTIC_JOBS.kind or not isinstance(job.get("spec", {}), dict):
         raise SettingsError(f"manifest {path} is not an ElasticJob.")
     return job
