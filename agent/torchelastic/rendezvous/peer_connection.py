@@ -22,6 +22,7 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from torchelastic.connections import connection_limit, excess
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol.codec import decode, encode
 from torchelastic.rendezvous.run_watch import cancel
@@ -33,6 +34,9 @@ DIGEST_BYTES: Final = 16
 
 ACCEPT_DELAY: Final = 1.0
 """Seconds until connections are accepted again after the process had no free file descriptor."""
+
+PENDING_CONNECTIONS: Final = 1024
+"""Maximum number of connections that have not sent a hello; a thousand nodes may connect at once."""
 
 HELLO_TIMEOUT: Final = 2.0
 """Seconds for the other side to send its line."""
@@ -82,7 +86,9 @@ class PeerServer:
         self._hello = _Hello(run=run_digest(run), node=node)
         self._connections: Counter[str] = Counter()
         self._listener = listener
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving: dict[socket.socket, asyncio.Task[None]] = {}
+        self._pending: dict[socket.socket, str] = {}  # the addresses of connections without a hello, oldest first
+        self._limit = connection_limit(PENDING_CONNECTIONS)
 
     @property
     def port(self) -> int:
@@ -104,22 +110,31 @@ class PeerServer:
         if self._listener.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
-        await cancel(*self._serving)
+        await cancel(*self._serving.values())
 
     def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            connection, _ = self._listener.accept()
+            connection, (address, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:  # no file descriptor is free
             loop.remove_reader(self._listener)
             loop.call_later(ACCEPT_DELAY, self.start)
             return
-        task = loop.create_task(self._serve(connection))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        task.add_done_callback(lambda _: connection.close())  # if the task was cancelled before it started
+        if (oldest := excess(self._pending, address, self._limit)) is not None:
+            self._pending.pop(oldest)
+            with suppress(OSError):  # unread data would reset the connection, which means that this node is dead
+                oldest.recv(LINE_LIMIT)
+            self._serving[oldest].cancel()
+        self._pending[connection] = address
+        self._serving[connection] = task = loop.create_task(self._serve(connection))
+        task.add_done_callback(lambda _: self._forget(connection))
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._pending.pop(connection, None)
+        del self._serving[connection]
+        connection.close()  # if the task was cancelled before it started
 
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
@@ -127,6 +142,7 @@ class PeerServer:
             hello = await _read_hello(reader)
             if hello is None or hello.run != self._hello.run:
                 return
+            self._pending.pop(connection, None)
             writer.write(encode(self._hello) + b"\n")
             if hello.stay:
                 await self._hold(hello.node, reader, writer)

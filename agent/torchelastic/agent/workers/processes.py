@@ -32,6 +32,7 @@ from torchelastic.agent.workers.process_tree import (
     with_descendants,
 )
 from torchelastic.config.machine import control_groups
+from torchelastic.connections import former_descriptor_limit
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -320,6 +321,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
             copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_DESCRIPTOR)
             stack.callback(os.close, copy)
             actions.append((os.POSIX_SPAWN_DUP2, copy, target))
+        stack.enter_context(former_descriptor_limit())
         # A debugger replaces os.posix_spawn, to add itself to each new process. This one must stay as it is.
         return posix.posix_spawn(
             argv[0],
