@@ -19,12 +19,17 @@ MAX_IMPORTS: Final = 256
 COUNT_LIMIT: Final = 1_000_000
 """Counters saturate at this value."""
 
+NUMBER_STEP: Final = 1_000_000
+"""The generation of a size and the number of a round exceed those that the reader knows by at most this number.
+
+No run has as many changes, so a false record cannot use up the numbers."""
+
 _Name = Annotated[str, msgspec.Meta(max_length=253)]
 _Address = Annotated[str, msgspec.Meta(max_length=263)]
 Sentence = Annotated[str, msgspec.Meta(max_length=16384)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=10**12)]  # leaves room to increment a number from a node's record
+_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=2**52)]  # leaves room to increment a number from a node's record
 _PeerKey = Annotated[str, msgspec.Meta(max_length=64, pattern="^[0-9a-f]*$")]
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import MalformedRecord
 from torchelastic.protocol.codec import decode
-from torchelastic.protocol.records import PROTOCOL_VERSION, NodePhase, NodeRecord, name_of
+from torchelastic.protocol.records import NUMBER_STEP, PROTOCOL_VERSION, NodePhase, NodeRecord, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -253,7 +253,8 @@ class Membership:
     def _note(self, peer: Peer) -> None:
         """Remember a node's report about the current round, because its key may disappear."""
         record = peer.record
-        self.highest_round_seen = max(self.highest_round_seen, record.round)
+        if record.round <= self.number + NUMBER_STEP:
+            self.highest_round_seen = max(self.highest_round_seen, record.round)
         if record.phase is NodePhase.DONE and record.round == self.number:
             self.done.add(peer.id)
         if record.failure is not None and record.failure.round == self.number and self.failed_since is None:
@@ -261,10 +262,12 @@ class Membership:
 
     def _wanted_size(self, run: RunWatch) -> SizeRecord:
         """Return the size with the highest generation of those in the store and in the nodes' records."""
-        best = run.size
+        best, highest = run.size, run.settings.size.generation + NUMBER_STEP
         for peer in self.peers.values():
             size = peer.record.size
-            if (best is None or size.generation > best.generation) and peer.record.protocol == PROTOCOL_VERSION:
+            if peer.record.protocol != PROTOCOL_VERSION or size.generation > highest:
+                continue
+            if best is None or size.generation > best.generation:
                 best = size
         return run.settings.size if best is None else best
 
