@@ -126,12 +126,30 @@ async def test_an_agent_that_gets_sigterm_after_a_failure_does_not_wait_for_the_
         assert await agent.code() == 143
 
 
-async def test_a_limit_of_open_files_that_is_too_low_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "code", "reason"),
+    [
+        (120, 2, "too many files are open: raise the limit (ulimit -n)"),
+        (64, 1, "the limit of open files is too low; raise it (ulimit -n)"),
+    ],
+)
+async def test_a_limit_of_open_files_that_is_too_low_is_reported(
+    limit: int, code: int, reason: str, tmp_path: Path
+) -> None:
     (program := tmp_path / "program.py").touch()
-    within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
+    within = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh")
     async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:
-        assert await agent.code() == 2
-    assert "too many files are open: raise the limit (ulimit -n)" in agent.lines[-1]
+        assert await agent.code() == code
+    assert reason in agent.lines[-1]
+    assert "Traceback" not in agent.output
+
+
+async def test_an_agent_runs_without_a_home_directory_and_an_entry_of_its_user(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").touch()
+    within = ("env", "-u", "HOME", "unshare", "--user", "--map-user=54321")
+    async with AgentProcess("--standalone", program, within=within) as agent:
+        assert await agent.code() == 0, agent.output
+    assert "Traceback" not in agent.output
 
 
 async def test_idle_connections_to_its_ports_do_not_stop_an_agent(tmp_path: Path, etcd: EtcdServer, stop: Path) -> None:

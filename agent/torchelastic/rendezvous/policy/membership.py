@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol.codec import decode
+from torchelastic.protocol.codec import LogLimit, decode
 from torchelastic.protocol.records import NUMBER_STEP, PROTOCOL_VERSION, NodePhase, NodeRecord, name_of
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Membership:
     def __post_init__(self) -> None:
         self.ranks = _ranks(self.round)
         self._warned: set[str] = set()
+        self._log_limit = LogLimit()
 
     @property
     def number(self) -> int:
@@ -209,7 +210,7 @@ class Membership:
         try:
             record = decode(entry.value, NodeRecord)
         except MalformedRecord as error:
-            if node not in self._warned:
+            if node not in self._warned and self._log_limit.allows():
                 self._warned.add(node)
                 logger.warning("ignoring the node %s: %s", node, error)
             self.note_deleted_key(node)
