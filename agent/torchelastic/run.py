@@ -21,6 +21,7 @@ from torchelastic.config import flags, parsers
 from torchelastic.config.parse import backend_of, count_workers, endpoint_of, make_specs, parse
 from torchelastic.config.parsers import RawValue
 from torchelastic.config.settings import ProgramKind
+from torchelastic.connections import raise_descriptor_limit
 from torchelastic.errors import SettingsError, StartError
 from torchelastic.protocol.log_format import DEFAULT_ROLE, TIME_FORMAT, log_format
 from torchelastic.protocol.pod import CALLS_MODULE, Env, ExitCode, TerminationMessage, encode_termination_message
@@ -56,6 +57,7 @@ logger = logging.getLogger("torchelastic")
 def command() -> int:
     """Run the command ``torchelastic-run``, in a process without other children, and return its exit code."""
     signal.signal(signal.SIGTERM, _leave)
+    raise_descriptor_limit()
     return _main(sys.argv[1:], owns_process=True)
 
 

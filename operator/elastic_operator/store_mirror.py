@@ -20,6 +20,7 @@ from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_e
 from torchelastic.store.client import Backoff, RunLease, connect, follow
 
 logger = logging.getLogger(__name__)
+_log_limit = codec.LogLimit()
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -209,5 +210,6 @@ def _record(entry: Entry | None, kind: type[_Record]) -> _Record | None:
     try:
         return codec.decode(entry.value, kind)
     except MalformedRecord as error:
-        logger.warning("%s: %s", entry.key, error)
+        if _log_limit.allows():
+            logger.warning("%s: %s", entry.key, error)
         return None

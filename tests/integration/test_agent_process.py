@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,9 +14,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.agents import TIMEOUT, AgentProcess
+from tests.support.agents import MEETING, TIMEOUT, AgentProcess
+from tests.support.etcd import until_keys
+from tests.support.idle_connections import idle_connections
+from tests.support.ports import free_range
+from tests.support.scraping import scraped
 from tests.support.workers import poll_until, text_of
 from torchelastic.agent.workers.process_tree import read_table
+from torchelastic.protocol.codec import decode
+from torchelastic.protocol.keys import RunKeys
+from torchelastic.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,9 +126,52 @@ async def test_an_agent_that_gets_sigterm_after_a_failure_does_not_wait_for_the_
         assert await agent.code() == 143
 
 
-async def test_a_limit_of_open_files_that_is_too_low_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limit", "code", "reason"),
+    [
+        (120, 2, "too many files are open: raise the limit (ulimit -n)"),
+        (64, 1, "the limit of open files is too low; raise it (ulimit -n)"),
+    ],
+)
+async def test_a_limit_of_open_files_that_is_too_low_is_reported(
+    limit: int, code: int, reason: str, tmp_path: Path
+) -> None:
     (program := tmp_path / "program.py").touch()
-    within = ("sh", "-c", 'ulimit -n 120; exec "$@"', "sh")
+    within = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh")
     async with AgentProcess("--standalone", "--nproc-per-node=32", program, within=within) as agent:
-        assert await agent.code() == 2
-    assert "too many files are open: raise the limit (ulimit -n)" in agent.lines[-1]
+        assert await agent.code() == code
+    assert reason in agent.lines[-1]
+    assert "Traceback" not in agent.output
+
+
+async def test_an_agent_runs_without_a_home_directory_and_an_entry_of_its_user(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").touch()
+    within = ("env", "-u", "HOME", "unshare", "--user", "--map-user=54321")
+    async with AgentProcess("--standalone", program, within=within) as agent:
+        assert await agent.code() == 0, agent.output
+    assert "Traceback" not in agent.output
+
+
+async def test_idle_connections_to_its_ports_do_not_stop_an_agent(tmp_path: Path, etcd: EtcdServer, stop: Path) -> None:
+    (program := tmp_path / "program.py").write_text(MEETING)
+    ports, run = free_range(2), uuid.uuid4().hex
+    common = ("--nnodes=2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={run}", "--local-addr=127.0.0.1")
+    low = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
+    async with (
+        AgentProcess(*common, f"--metrics-port={ports.first}", program, stop, within=low) as one,
+        AgentProcess(*common, f"--metrics-port={ports.last}", program, stop, within=low) as other,
+    ):
+        worker = await one.wait_until_training(world=2)
+        keys = await until_keys(etcd.settings, RunKeys(run).nodes, lambda keys: len(keys) == 2)
+        peer_ports = [decode(entry.value, NodeRecord).peer_port for entry in keys.values()]
+        with contextlib.ExitStack() as stack:
+            for port in (ports.first, ports.last, *peer_ports):
+                await stack.enter_context(idle_connections(port, 3000)).until_closed()
+            for port in (ports.first, ports.last):
+                page = await scraped(port)
+                assert page.value("torchelastic_round") == 1
+            os.kill(worker, signal.SIGKILL)
+            for agent in (one, other):
+                await agent.wait_for_line("round 2 rank . of 2")
+        stop.touch()
+        assert (await one.code(), await other.code()) == (0, 0), one.output + other.output

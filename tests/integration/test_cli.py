@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,18 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
+
+
+@pytest.mark.parametrize("command", ["run", "get"])
+def test_a_user_without_a_home_directory_learns_what_to_set(command: str, tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_STATE_HOME")}
+    command_line = [*("unshare", "--user", "--map-user=54321"), sys.executable, "-m", "elastic_operator.cli.main"]
+    arguments = [command, *([str(manifest(tmp_path, "digits"))] if command == "run" else [])]
+    done = subprocess.run([*command_line, *arguments], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        "elasticjob: this user has no home directory: set ELASTICJOB_HOME to a folder for the runs\n"
+    )
 
 
 async def test_a_second_terminal_shows_follows_scales_and_deletes_the_job(home: Path, tmp_path: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import aiohttp
 import pytest
 
 from tests.support.agents import MEETING, AgentProcess, until_gone
-from tests.support.etcd import fake_etcd, http
+from tests.support.etcd import EtcdServer, fake_etcd, http
 from tests.support.ports import free_range
 from torchelastic.agent.etcd_host import EtcdHost
+from torchelastic.agent.etcd_supervisor import EtcdClient
 from torchelastic.errors import SettingsError
-from torchelastic.store.api import StoreSettings
+from torchelastic.store.api import StoreSettings, split_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -161,6 +164,67 @@ async def test_the_rendezvous_is_started_again_while_a_node_trains(endpoint: str
         stop.touch()
         assert await agent.code() == 0
     assert "round 2" not in agent.output
+
+
+async def test_a_secret_closes_the_rendezvous_to_strangers(endpoint: str, tmp_path: Path) -> None:
+    (program := tmp_path / "meeting.py").write_text(MEETING)
+    stop, secret, wrong = tmp_path / "stop", tmp_path / "secret", tmp_path / "wrong"
+    secret.write_text("correct horse\n")
+    wrong.write_text("battery staple")
+    closed = f"--rdzv-conf=secret_file={secret},last_call_timeout=0"
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    async with (
+        Node(tmp_path, closed, *flags, program, stop) as first,
+        Node(tmp_path, closed, *flags, program, stop) as second,
+    ):
+        await first.wait_until_training(world=2)
+        async with aiohttp.ClientSession(f"http://{endpoint}") as stranger:
+            for path, message in (
+                ("kv/range", {"key": "AA==", "range_end": "AA=="}),
+                ("kv/put", {"key": "Lw==", "value": "Lw=="}),
+                ("auth/user/list", {}),
+                ("maintenance/snapshot", {}),
+            ):
+                async with stranger.post(f"/v3/{path}", json=message) as answer:
+                    text = await answer.text()
+                    assert "kvs" not in text
+                    assert "user name is empty" in text or "permission denied" in text, (path, text)
+        for conf, problem in (
+            (
+                f"--rdzv-conf=secret_file={wrong}",
+                "does not accept the user name and password, or the secret of the run",
+            ),
+            ("--rdzv-conf=lease=5", "requires a user name and a password, or the secret of the run"),
+        ):
+            async with Node(tmp_path, conf, *flags, program, stop) as other:
+                assert await other.code() not in (0, 1), other.output
+            assert problem in other.lines[-1]
+            assert "Traceback" not in other.output
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                assert b"correct horse" not in (process / "cmdline").read_bytes()
+        stop.touch()
+        assert (await first.code(), await second.code()) == (0, 0), first.output + second.output
+    assert "Anyone who reaches" not in first.output + second.output
+
+
+async def test_an_etcd_that_a_stranger_has_used_before_it_was_closed_is_not_served(tmp_path: Path) -> None:
+    async with EtcdServer(tmp_path) as etcd, aiohttp.ClientSession(etcd.url) as stranger:
+        async with stranger.post("/v3/kv/put", json={"key": "Lw==", "value": "Lw=="}) as answer:
+            assert answer.status == 200
+        client = EtcdClient(*split_endpoint(etcd.endpoint), "0123")
+        problem = await asyncio.to_thread(client.close_to_strangers)
+    assert problem.startswith("another program has used this etcd before it was closed")
+
+
+async def test_an_etcd_without_a_secret_is_warned_of_once(tmp_path: Path) -> None:
+    (program := tmp_path / "empty.py").touch()
+    endpoint = f"0.0.0.0:{free_range(1).first}"
+    flags = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-conf=last_call_timeout=0")
+    async with Node(tmp_path, *flags, program) as agent:
+        assert await agent.code() == 0, agent.output
+    warning = f"Anyone who reaches {endpoint} can join this run and execute code in its workers: set the same secret on"
+    assert agent.output.count(warning) == 1
 
 
 async def test_a_port_of_another_program_is_reported(tmp_path: Path) -> None:

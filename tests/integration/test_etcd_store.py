@@ -38,7 +38,7 @@ async def each_etcd(
 
 class TestEtcdV3Store(EtcdBehavior):
     api = 3
-    wrong_password = "does not accept the user name and password"
+    wrong_password = "does not accept the user name and password, or the secret of the run"
     denied = "permission denied"
     writes = 600
 

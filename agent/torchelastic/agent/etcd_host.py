@@ -9,15 +9,17 @@ import os
 import socket
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.workers.processes import python_code
-from torchelastic.errors import SettingsError, StoreError
+from torchelastic.config.flags import SECRET_VARIABLE
+from torchelastic.errors import SettingsError, StoreError, StoreRefused
 from torchelastic.protocol.keys import RunKeys
 from torchelastic.rendezvous.run_watch import cancel
 from torchelastic.store.api import split_endpoint
 from torchelastic.store.client import connect, within
-from torchelastic.store.etcd_process import etcd_environment, find_etcd
+from torchelastic.store.etcd_process import PASSWORD_VARIABLE, etcd_environment, find_etcd
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -57,10 +59,15 @@ class EtcdHost:
 
         Raises:
             SettingsError: etcd cannot be started, or another program uses the port.
+            StoreRefused: the etcd that uses the port needs another secret.
         """
         try:
             await within(_ANSWER_TIMEOUT, self._start_or_check)
         except StoreError as error:
+            from torchelastic.store.etcd_errors import WrongApi  # its import is slow
+
+            if isinstance(error, StoreRefused) and not isinstance(error, WrongApi):
+                raise
             raise SettingsError(
                 f"The port of {self._endpoint} is used by a program that is not an etcd; choose another port ({error})."
             ) from None
@@ -95,6 +102,13 @@ class EtcdHost:
         """Start etcd if no program uses the port; otherwise, check that the program is an etcd."""
         if self._in_use() or not await self._start():
             await (await connect(self.store)).close()
+        elif self.store.password is None and not all(ip_address(each).is_loopback for each in self.addresses):
+            logger.warning(
+                "Anyone who reaches %s can join this run and execute code in its workers: set the same secret on all "
+                "nodes, with --rdzv-conf secret_file=PATH or in %s.",
+                self._endpoint,
+                SECRET_VARIABLE,
+            )
 
     async def _start(self) -> bool:
         """Start etcd; return False if another process has taken the port meanwhile."""
@@ -109,7 +123,7 @@ class EtcdHost:
             try:
                 self.start(
                     [*command, str(binary), RunKeys(self.run_id).nodes, str(self._port), *self.addresses],
-                    etcd_environment(os.environ),
+                    {**etcd_environment(os.environ), PASSWORD_VARIABLE: self.store.password or ""},
                     {1: target, 2: target},
                 )
             finally:

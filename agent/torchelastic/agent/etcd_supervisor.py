@@ -18,10 +18,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.workers.process_tree import set_parent_death_signal, set_title
-from torchelastic.store.etcd_process import etcd_command
+from torchelastic.store.etcd_process import PASSWORD_VARIABLE, etcd_command
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _READY_TIMEOUT: Final = 30.0
 _FIRST_NODE_TIMEOUT: Final = 60.0
@@ -37,9 +40,11 @@ _REQUEST_TIMEOUT: Final = 5.0
 def main() -> None:
     """Run etcd. Arguments: the path of etcd, the prefix of the nodes' keys, the port, and the addresses to listen on.
 
+    With a password in :data:`~torchelastic.store.etcd_process.PASSWORD_VARIABLE`, etcd accepts only the user root.
     The process closes its output when etcd serves. If etcd cannot serve, the last line of the output is the reason.
     """
     binary, prefix, port, *addresses = sys.argv[1:]
+    password = os.environ.pop(PASSWORD_VARIABLE, "")
     set_title(["torchelastic: etcd"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # stops etcd and removes its data
     urls = [f"http://{f'[{address}]' if ':' in address else address}:{port}" for address in addresses]
@@ -48,6 +53,7 @@ def main() -> None:
         command = etcd_command(
             Path(binary), Path(folder) / "data", clients=urls, peer="http://127.0.0.1:0", log="stderr"
         )
+        command = (*command, "--bcrypt-cost=4")  # a longer hash would not protect a password of 256 bits better
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, log.open("wb") as output:
             ready.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
             etcd = subprocess.Popen(
@@ -61,9 +67,13 @@ def main() -> None:
             try:
                 exited, nothing = os.pidfd_open(etcd.pid), os.open(os.devnull, os.O_WRONLY)
                 if ready.fileno() in select.select([ready.fileno(), exited], [], [], _READY_TIMEOUT)[0]:
+                    client = EtcdClient(addresses[0], int(port), password)
+                    if problem := client.close_to_strangers() if password else "":
+                        print(problem)  # noqa: T201
+                        return
                     for stream in (1, 2):
                         os.dup2(nothing, stream)
-                    _wait_for_the_end(exited, addresses[0], int(port), prefix)
+                    _wait_for_the_end(exited, client, prefix)
                 else:
                     print(_reason(log.read_text(errors="replace"))[:500] or "it is not ready")  # noqa: T201
             finally:
@@ -80,22 +90,59 @@ def _reason(log: str) -> str:
     return ": ".join(record[key] for key in ("msg", "error") if key in record)
 
 
-def _wait_for_the_end(exited: int, host: str, port: int, prefix: str) -> None:
+def _wait_for_the_end(exited: int, client: EtcdClient, prefix: str) -> None:
     """Return when etcd has exited, or no node has had a key for a while."""
     until = time.monotonic() + _FIRST_NODE_TIMEOUT
     while time.monotonic() < until and not select.select([exited], [], [], _POLL_INTERVAL)[0]:
-        if _has_nodes(host, port, prefix):
+        if client.has_keys(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)):
             until = time.monotonic() + _LINGER
 
 
-def _has_nodes(host: str, port: int, prefix: str) -> bool:
-    """Return whether a key with this prefix exists, or etcd does not answer."""
-    first, end = (base64.b64encode(key.encode()).decode() for key in (prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)))
-    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT)
-    try:
-        connection.request("POST", "/v3/kv/range", json.dumps({"key": first, "range_end": end, "count_only": True}))
-        return "count" in json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValueError):
-        return True
-    finally:
-        connection.close()
+class EtcdClient:
+    """Sends requests to the etcd; with a password, as the user root."""
+
+    def __init__(self, host: str, port: int, password: str) -> None:
+        self._address = host, port
+        self._root = {"name": "root", "password": password}
+        self._token = ""
+
+    def close_to_strangers(self) -> str:
+        """Enable etcd's authentication, with root as the only user; return why that is impossible, or an empty text."""
+        try:
+            self._post("auth/role/add", {"name": "root"})
+            self._post("auth/user/add", self._root)
+            self._post("auth/user/grant", {"user": "root", "role": "root"})
+            self._post("auth/enable", {})
+            self._log_in()
+            if self._post("auth/user/list", {}).get("users") != ["root"] or self.has_keys("\0", "\0"):
+                return "another program has used this etcd before it was closed by the secret of the run; start again"
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            return f"its authentication cannot be enabled: {type(error).__name__}"
+        return ""
+
+    def has_keys(self, first: str, end: str) -> bool:
+        """Return whether a key from `first` to `end` exists, or etcd does not answer; zeros select all keys."""
+        start, stop = (base64.b64encode(key.encode()).decode() for key in (first, end))
+        message = {"key": start, "range_end": stop, "count_only": True}
+        try:
+            answer = self._post("kv/range", message)
+            if "error" in answer and self._token:  # the token has expired
+                self._log_in()
+                answer = self._post("kv/range", message)
+            return "count" in answer
+        except (OSError, http.client.HTTPException, ValueError, KeyError):
+            return True
+
+    def _log_in(self) -> None:
+        self._token = ""
+        self._token = self._post("auth/authenticate", self._root)["token"]
+
+    def _post(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(*self._address, timeout=_REQUEST_TIMEOUT)
+        headers = {"Authorization": self._token} if self._token else {}
+        try:
+            connection.request("POST", f"/v3/{path}", json.dumps(message), headers)
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            return answer
+        finally:
+            connection.close()

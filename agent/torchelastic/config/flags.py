@@ -73,6 +73,7 @@ CONF: Final[Mapping[str, Callable[[RawValue], Any]]] = {
     "tls": parsers.tls_folder,
     "username": parsers.string,
     "password": parsers.string,
+    "secret_file": parsers.text_file,
 }
 """The keys of ``--rdzv-conf``, with the parsers of their values."""
 
@@ -239,6 +240,9 @@ _TORCH_VARIABLES: Final = {
 }
 """Variables of torch's launcher that are not called ``PET_<NAME>``, by flag."""
 
+SECRET_VARIABLE: Final = "TORCHELASTIC_RDZV_SECRET"  # noqa: S105 - a name
+"""The variable with the secret that the nodes of a run share; it has no flag, because others can read arguments."""
+
 _FIELDS: Final = {"rdzv-id": "run_id", "local-addr": "address", "port-range": "ports", "signals-to-handle": "signals"}
 """The fields of the settings whose names differ from the names of their flags, by flag."""
 
@@ -247,6 +251,7 @@ _PARSERS: Final = {
     **{name: flag.read for name, flag in _BY_NAME.items()},
     **{name: read for name, (_, read) in _FROM_OPERATOR.items()},
     **CONF,
+    "secret": parsers.string,
 }
 _SPELLINGS: Final = {
     **{f"--{name}": flag for flag in _BY_NAME.values() for name in (flag.name, flag.name.replace("-", "_"))},
@@ -290,7 +295,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
         SystemExit: after ``--help`` or ``--version``.
     """
     torchrun_variables = {name: f"PET_{name.upper().replace('-', '_')}" for name in _BY_NAME}
-    variables = {**_TORCH_VARIABLES, **OPERATOR_VARIABLES}
+    variables = {**_TORCH_VARIABLES, **OPERATOR_VARIABLES, "secret": SECRET_VARIABLE}
     raw = from_variables(environ, variables) | from_variables(environ, torchrun_variables)
     short = [written[1:] + (":" if flag.metavar else "") for written, flag in _SPELLINGS.items() if len(written) == 2]
     long = [written[2:] + ("=" if flag.metavar else "") for written, flag in _SPELLINGS.items() if len(written) > 2]

@@ -12,6 +12,7 @@ Differences from ``torchrun``:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 import re
@@ -195,16 +196,28 @@ def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
             raise line.raw[one].error(f"{one} requires {other}", secret=True)
     if name in _TORCH_BACKENDS and (len(endpoints) > 1 or protocol != "http"):
         raise endpoint.error(f"with {name}, the endpoint is HOST:PORT of one node, without TLS")
+    if "secret_file" in values and name not in _TORCH_BACKENDS:
+        raise line.raw["secret_file"].error("only an etcd that a node serves has a secret: set --rdzv-backend c10d")
+    username, password = values.get("username"), values.get("password")
+    if name in _TORCH_BACKENDS and (secret := values.get("secret_file") or values.get("secret")):
+        run_id = line.settings(RendezvousSettings).get("run_id", _TORCH_RUN_ID)
+        username, password = "root", _password(secret, run_id)
     return StoreSettings(
         endpoints=endpoints,
         protocol=protocol,
         ca_cert=files.get("cacert"),
         cert=files.get("cert"),
         key=files.get("key"),
-        username=values.get("username"),
-        password=values.get("password"),
+        username=username,
+        password=password,
         version=BACKENDS.get(name, 3),
     )
+
+
+def _password(secret: str, run_id: str) -> str:
+    """Return the password of etcd's user root for a run whose nodes share a secret."""
+    salt = f"torchelastic {run_id}".encode(errors="surrogatepass")
+    return hashlib.scrypt(secret.encode(errors="surrogatepass"), salt=salt, n=1 << 14, r=8, p=1, dklen=32).hex()
 
 
 def count_workers(raw: RawValue, environ: Mapping[str, str]) -> int:

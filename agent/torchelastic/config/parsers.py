@@ -9,6 +9,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from torchelastic.config.settings import PortRange, StartMethod
@@ -222,6 +223,16 @@ def file(raw: RawValue) -> str:
     if not os.path.isfile(raw.text):  # noqa: PTH113 - pathlib raises if a path is too long
         raise raw.error("there is no such file")
     return raw.text
+
+
+def text_file(raw: RawValue) -> str:
+    """Return the text in a file, without spaces around it."""
+    try:
+        if text := Path(raw.text).read_text().strip():
+            return text
+    except (OSError, ValueError):
+        raise raw.error("there is no readable text file") from None
+    raise raw.error("the file is empty")
 
 
 def tls_folder(raw: RawValue) -> Mapping[str, str]:

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from torchelastic.connections import serve_http
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import REGISTRY
 from torchelastic.metrics.series import DROPPED, Kind, SeriesNames
@@ -139,13 +140,8 @@ async def serve_metrics(registry: CollectorRegistry, port: int, host: str) -> As
     with listening:
         app = web.Application()
         app.router.add_get("/metrics", answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        try:
-            await runner.setup()
-            await web.SockSite(runner, listening).start()
-            yield listening.getsockname()[1]
-        finally:
-            await runner.cleanup()
+        async with serve_http(app, sock=listening) as served_on:
+            yield served_on
 
 
 def _unusable_port(port: int, error: Exception, host: str) -> SettingsError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from typing import Final, TypeVar
 
 import msgspec
@@ -44,6 +46,21 @@ def decode(data: bytes, kind: type[Record]) -> Record:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedRecord(f"not a {kind.__name__}: {error}") from None
+
+
+class LogLimit:
+    """Limits the lines about unreadable records, because another process decides how many there are."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=10)
+
+    def allows(self) -> bool:
+        """Return whether another line is due: at most ten in a minute."""
+        now = time.monotonic()
+        if len(self._times) == self._times.maxlen and now - self._times[0] < 60:
+            return False
+        self._times.append(now)
+        return True
 
 
 class _RoundHeader(msgspec.Struct, frozen=True):

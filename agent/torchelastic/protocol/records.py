@@ -19,12 +19,18 @@ MAX_IMPORTS: Final = 256
 COUNT_LIMIT: Final = 1_000_000
 """Counters saturate at this value."""
 
+NUMBER_STEP: Final = 1_000_000
+"""The generation of a size and the number of a round exceed those that the reader knows by at most this number.
+
+No run has as many changes, so a false record cannot use up the numbers."""
+
 _Name = Annotated[str, msgspec.Meta(max_length=253)]
 _Address = Annotated[str, msgspec.Meta(max_length=263)]
 Sentence = Annotated[str, msgspec.Meta(max_length=16384)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_LIMIT)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=10**12)]  # leaves room to increment a number from a node's record
+_KnownNumber = Annotated[int, msgspec.Meta(ge=0, le=2**52)]  # leaves room to increment a number from a node's record
+_PeerKey = Annotated[str, msgspec.Meta(max_length=64, pattern="^[0-9a-f]*$")]
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -345,6 +351,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         role: the role of these workers.
         size: the size with which the node was started.
         peer_port: port of the node's peer server (see :mod:`torchelastic.rendezvous.peer_connection`).
+        peer_key: the key that a connection to the peer server needs.
         tcp_store_port: port on which the node can serve the next round's TCPStore; not the port of an earlier round.
         joined_revision: the store's revision when the node first joined, which defines its seniority; 0 if unknown.
         phase: the node's progress in ``round``.
@@ -369,6 +376,7 @@ class NodeRecord(VersionedRecord, frozen=True):
     workers: Count
     size: SizeRecord
     peer_port: Count = 0
+    peer_key: _PeerKey = ""
     tcp_store_port: Count = 0
     joined_revision: Number = 0
     phase: NodePhase = NodePhase.READY
@@ -442,10 +450,11 @@ class HistoryRecord(_Record, frozen=True):
 
 
 class LeaderRecord(VersionedRecord, frozen=True):
-    """The leader of a run: its node id (empty after a leader has resigned) and host:port of its peer server."""
+    """The leader of a run: its node id (empty after it has resigned), and host:port and key of its peer server."""
 
     node: _Name
     address: _Address
+    peer_key: _PeerKey = ""
 
 
 def name_of(node: str) -> str:

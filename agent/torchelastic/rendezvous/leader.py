@@ -242,9 +242,9 @@ class Leader:
         self._run.changed.send()
 
     async def _probe(self, peer: Peer, within: float = PROBE_TIMEOUT) -> ProbeResult:
-        address = f"{bracketed(peer.record.address)}:{peer.record.peer_port}"
-        run = self._run
-        return await probe(address, run=run.settings.run_id, node=run.node, peer=peer.id, timeout=within)
+        record, run = peer.record, self._run
+        address, about = f"{bracketed(record.address)}:{record.peer_port}", {"peer": peer.id, "key": record.peer_key}
+        return await probe(address, run=run.settings.run_id, node=run.node, **about, timeout=within)
 
     # -- deciding
 

@@ -165,7 +165,8 @@ class LeaderElection:
         return delay + self._lease if expired and (self.connected or not is_heir) else delay
 
     async def _take(self) -> None:
-        record = LeaderRecord(node=self._node, address=self._address)
+        key = self._registration.record.peer_key
+        record = LeaderRecord(node=self._node, address=self._address, peer_key=key)
         round = self._run.latest_round
         is_newcomer = round is not None and self._node not in round.nodes
         may_live = self._is_expired() and (self.connected or is_newcomer)
@@ -250,8 +251,8 @@ class LeaderElection:
         leader = self._run.last_leader
         if leader is None or not self.connected:
             return False
-        run_id = self._run.settings.run_id
-        result = await probe(leader.address, run=run_id, node=self._node, peer=leader.node, timeout=within)
+        about = {"run": self._run.settings.run_id, "node": self._node, "peer": leader.node, "key": leader.peer_key}
+        result = await probe(leader.address, **about, timeout=within)
         return result is ProbeResult.ALIVE
 
     def _note_connection(self, leader: str, connected: bool) -> None:
@@ -260,10 +261,8 @@ class LeaderElection:
 
     async def _hold(self, leader: LeaderRecord) -> ProbeResult | None:
         """Hold one connection to the leader until it is lost; return a probe's result; None for a new leader."""
-        run_id, observer = self._run.settings.run_id, self._note_connection
-        holding = asyncio.create_task(
-            hold_connection(leader.address, run=run_id, node=self._node, peer=leader.node, observer=observer)
-        )
+        about = {"run": self._run.settings.run_id, "node": self._node, "peer": leader.node, "key": leader.peer_key}
+        holding = asyncio.create_task(hold_connection(leader.address, **about, observer=self._note_connection))
         replaced = asyncio.create_task(self.until_replaced(leader.node))
         try:
             await asyncio.wait((holding, replaced), return_when=asyncio.FIRST_COMPLETED)

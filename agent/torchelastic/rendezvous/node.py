@@ -10,6 +10,7 @@ import asyncio
 import builtins
 import errno
 import logging
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -223,11 +224,13 @@ class RendezvousNode:
         except BaseException:
             self._tcp_store_port.close()
             raise
-        self.server = PeerServer(run=settings.run_id, node=node, listener=listener)
+        key = secrets.token_hex(16)
+        self.server = PeerServer(run=settings.run_id, node=node, key=key, listener=listener)
         resume = settings.resume
         record = msgspec.structs.replace(
             record,
             peer_port=self.server.port,
+            peer_key=key,
             tcp_store_port=self._tcp_store_port.port,
             round=resume.round,
             restarts=resume.restarts,

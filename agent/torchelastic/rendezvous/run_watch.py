@@ -14,7 +14,7 @@ import msgspec
 from torchelastic.errors import LeaseLost, MalformedRecord, StoreUnavailable
 from torchelastic.protocol.codec import decode, decode_same_version, decode_state, encode
 from torchelastic.protocol.keys import RunKeys
-from torchelastic.protocol.records import LeaderRecord, NodeRecord, NoticeRecord, SizeRecord
+from torchelastic.protocol.records import NUMBER_STEP, LeaderRecord, NodeRecord, NoticeRecord, SizeRecord
 from torchelastic.store.api import Listing
 from torchelastic.store.client import Backoff, RunLease, follow_forever
 
@@ -109,9 +109,9 @@ class RunWatch:
         self.data_lost = False
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
-            keys.state: decode_state,
+            keys.state: self._decode_state,
             keys.notice: lambda data: decode_same_version(data, NoticeRecord),
-            keys.size: lambda data: decode_same_version(data, SizeRecord),
+            keys.size: self._decode_size,
         }
         self._known: dict[str, Versioned[Any]] = dict.fromkeys(self._decoders, Versioned())
         self._warned: set[str] = set()
@@ -204,6 +204,19 @@ class RunWatch:
             logger.warning("the watch of the run's keys broke: %s", error)
             self.unreachable_since = asyncio.get_running_loop().time()
             self.changed.send()
+
+    def _decode_state(self, data: bytes) -> StateRecord:
+        state = decode_state(data)
+        known = self.settings.resume.round if self.accepted_round is None else self.accepted_round.number
+        if state.round is not None and state.round.number > known + NUMBER_STEP:
+            raise MalformedRecord(f"the round {state.round.number} is too far beyond the round {known}")
+        return state
+
+    def _decode_size(self, data: bytes) -> SizeRecord:
+        size, known = decode_same_version(data, SizeRecord), self.settings.size.generation
+        if size.generation > known + NUMBER_STEP:
+            raise MalformedRecord(f"the generation {size.generation} is too far beyond the generation {known}")
+        return size
 
     def _versioned(self, key: str, entry: Entry | None) -> Versioned[Any]:
         if entry is None:

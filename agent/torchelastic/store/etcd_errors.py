@@ -80,9 +80,9 @@ def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
     if "lease already exists" in message:
         return LeaseExists(f"{where} already has a lease with this id")
     if any(sign in message for sign in _TOKEN_REFUSED):
-        return TokenRefused(f"{where} requires a user name and a password", detail=message)
+        return TokenRefused(f"{where} requires a user name and a password, or the secret of the run", detail=message)
     if "authentication failed" in message:
-        return StoreRefused(f"{where} does not accept the user name and password")
+        return StoreRefused(f"{where} does not accept the user name and password, or the secret of the run")
     if "permission denied" in message:
         return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
     if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+PASSWORD_VARIABLE: Final = "TORCHELASTIC_ETCD_PASSWORD"  # noqa: S105 - a name
+"""The variable with the password of an etcd's user root, for the process that starts the etcd only."""
 
 
 def find_etcd(search_path: str | None) -> Path | None:

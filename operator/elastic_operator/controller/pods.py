@@ -22,7 +22,7 @@ from elastic_operator.api.json_values import rfc3339
 from elastic_operator.controller import model
 from elastic_operator.controller.failures import pod_end
 from torchelastic.protocol.pod import LEFT_CODES, ExitCode
-from torchelastic.protocol.records import ResumeRecord, SizeRecord, TimeBreakdown
+from torchelastic.protocol.records import NUMBER_STEP, ResumeRecord, SizeRecord, TimeBreakdown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -109,6 +109,9 @@ def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | Non
     """
     job, spec, stored = snapshot.job, snapshot.job.spec, snapshot.observed.size
     known = [pod.size for pod in snapshot.live + snapshot.gone if pod.size is not None]
+    highest = max([job.generation, job.status.size_generation, *(size.generation for size in known)]) + NUMBER_STEP
+    if stored is not None and stored.generation > highest:
+        stored = None  # not from an operator; the agents ignore it, too
     if stored is not None:
         known.append(stored)
     newest = max((size.generation for size in known), default=0)

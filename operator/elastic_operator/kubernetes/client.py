@@ -510,7 +510,8 @@ def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
             raise BadInput(f"there is no kubeconfig {given}; check the path after --kubeconfig")
         return str(path)
     named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
-    found = [str(path) for path in named or [Path("~/.kube/config").expanduser()] if path.is_file()]
+    usual = Path(os.path.expanduser("~/.kube/config"))  # noqa: PTH111 - the user may have no home directory
+    found = [str(path) for path in named or [usual] if path.is_file()]
     if not found:
         where = f"KUBECONFIG names {os.pathsep.join(map(str, named))}" if named else "~/.kube/config does not exist"
         raise BadInput(f"there is no kubeconfig ({where}); name one with --kubeconfig")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from elastic_operator.errors import BadInput
+from torchelastic.connections import serve_http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -38,15 +39,11 @@ async def http_server(
     host, port = listen
     app = web.Application()
     app.add_routes([web.get(path, answer) for path in ("/healthz", "/readyz", "/metrics")])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
         try:
-            await web.TCPSite(runner, host or None, port).start()
+            served_on = await stack.enter_async_context(serve_http(app, host=host or None, port=port))
         except OSError as error:
             raise BadInput(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; choose another address with --listen"
             ) from None
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+        yield served_on

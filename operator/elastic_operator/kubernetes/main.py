@@ -20,6 +20,7 @@ from elastic_operator.api.json_values import rfc3339
 from elastic_operator.errors import BadInput
 from elastic_operator.kubernetes.settings import OperatorSettings
 from elastic_operator.resources.owned_objects import AGENT_METRICS_PORT, ETCD_IMAGE, PodSettings
+from torchelastic.connections import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -223,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Process 1 ignores signals without a handler, and the imports in _run() take a while.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     set_up_log(settings.log_format, settings.log_level)
+    raise_descriptor_limit()
     try:
         asyncio.run(_run(settings))
     except BadInput as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import os
 import re
 import shlex
 import signal
@@ -133,8 +134,8 @@ def rank_list(ranks: Sequence[int] | None) -> str:
 
 def home_relative(path: str) -> str:
     """Replace the user's home directory at the start of a path with ``~``."""
-    full = Path(path)
-    return f"~/{full.relative_to(Path.home())}" if path and full.is_relative_to(Path.home()) else path
+    full, home = Path(path), Path(os.path.expanduser("~"))  # noqa: PTH111 - the user may have no home directory
+    return f"~/{full.relative_to(home)}" if path and full.is_relative_to(home) else path
 
 
 def shell_path(path: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -32,7 +33,8 @@ from torchelastic.agent.workers.process_tree import (
     with_descendants,
 )
 from torchelastic.config.machine import control_groups
-from torchelastic.errors import SettingsError
+from torchelastic.connections import former_descriptor_limit
+from torchelastic.errors import SettingsError, StartError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -320,6 +322,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], descriptors: Mapp
             copy = fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_DESCRIPTOR)
             stack.callback(os.close, copy)
             actions.append((os.POSIX_SPAWN_DUP2, copy, target))
+        stack.enter_context(former_descriptor_limit())
         # A debugger replaces os.posix_spawn, to add itself to each new process. This one must stay as it is.
         return posix.posix_spawn(
             argv[0],
@@ -358,7 +361,12 @@ class Watchdog:
     def start(self) -> None:
         """Start the process, and restart it if it exits before the reaper closes."""
         command = python_code("torchelastic.agent.workers.process_tree", minimal=True)
-        pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
+        try:
+            pid = spawn([*command, *self._arguments], {}, {1: 2, 2: 2})
+        except OSError as error:
+            low = error.errno in {errno.EINVAL, errno.EMFILE}
+            why = "the limit of open files is too low; raise it (ulimit -n)" if low else error.strerror
+            raise StartError(f"the watchdog of the workers cannot be started: {why}") from None
         ended = self._reaper.adopt(pid).ended
         ended.add_done_callback(lambda _: ended.get_loop().call_later(_RESTART_DELAY, self._restart))
 
@@ -372,5 +380,5 @@ class Watchdog:
         if not self._reaper.closing:
             try:
                 self.start()
-            except OSError:  # no process can be started for now
+            except StartError:  # no process can be started for now
                 asyncio.get_running_loop().call_later(_RESTART_DELAY, self._restart)

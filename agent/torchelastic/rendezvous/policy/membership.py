@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol.codec import decode
-from torchelastic.protocol.records import PROTOCOL_VERSION, NodePhase, NodeRecord, name_of
+from torchelastic.protocol.codec import LogLimit, decode
+from torchelastic.protocol.records import NUMBER_STEP, PROTOCOL_VERSION, NodePhase, NodeRecord, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -102,6 +102,7 @@ class Membership:
     def __post_init__(self) -> None:
         self.ranks = _ranks(self.round)
         self._warned: set[str] = set()
+        self._log_limit = LogLimit()
 
     @property
     def number(self) -> int:
@@ -209,7 +210,7 @@ class Membership:
         try:
             record = decode(entry.value, NodeRecord)
         except MalformedRecord as error:
-            if node not in self._warned:
+            if node not in self._warned and self._log_limit.allows():
                 self._warned.add(node)
                 logger.warning("ignoring the node %s: %s", node, error)
             self.note_deleted_key(node)
@@ -253,7 +254,8 @@ class Membership:
     def _note(self, peer: Peer) -> None:
         """Remember a node's report about the current round, because its key may disappear."""
         record = peer.record
-        self.highest_round_seen = max(self.highest_round_seen, record.round)
+        if record.round <= self.number + NUMBER_STEP:
+            self.highest_round_seen = max(self.highest_round_seen, record.round)
         if record.phase is NodePhase.DONE and record.round == self.number:
             self.done.add(peer.id)
         if record.failure is not None and record.failure.round == self.number and self.failed_since is None:
@@ -261,10 +263,12 @@ class Membership:
 
     def _wanted_size(self, run: RunWatch) -> SizeRecord:
         """Return the size with the highest generation of those in the store and in the nodes' records."""
-        best = run.size
+        best, highest = run.size, run.settings.size.generation + NUMBER_STEP
         for peer in self.peers.values():
             size = peer.record.size
-            if (best is None or size.generation > best.generation) and peer.record.protocol == PROTOCOL_VERSION:
+            if peer.record.protocol != PROTOCOL_VERSION or size.generation > highest:
+                continue
+            if best is None or size.generation > best.generation:
                 best = size
         return run.settings.size if best is None else best
 

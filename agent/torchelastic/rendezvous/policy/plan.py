@@ -24,6 +24,7 @@ import msgspec
 
 from torchelastic.protocol.codec import other_version, shorten
 from torchelastic.protocol.records import (
+    NUMBER_STEP,
     PROTOCOL_VERSION,
     FailureKind,
     FailureRecord,
@@ -421,8 +422,9 @@ class _Plan:
             if seconds <= 0:
                 return change
             # The number is higher than any that a node knows, even if the store lost the last notice.
+            last = membership.notice.number if membership.notice is not None else 0
             answered = [peer.record.answered_notice for peer in membership.peers.values()]
-            number = max([*answered, membership.notice.number if membership.notice is not None else 0]) + 1
+            number = max([last, *(each for each in answered if each <= last + NUMBER_STEP)]) + 1
             return NoticeRecord(membership.number, number, seconds, reason=change.reason, cause=change.cause)
         until = membership.noticed_at + notice.seconds
         # A member without a key may not have answered yet.

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from torchelastic.errors import MalformedRecord
-from torchelastic.protocol.codec import decode, decode_same_version, decode_state, encode
+from torchelastic.protocol.codec import LogLimit, decode, decode_same_version, decode_state, encode
 from torchelastic.protocol.keys import run_lease
 from torchelastic.protocol.pod import TerminationMessage, encode_termination_message
 from torchelastic.protocol.records import (
@@ -78,6 +78,15 @@ def test_a_size_of_another_version_or_beyond_the_bounds_is_malformed() -> None:
         decode(b"[]", SizeRecord)
     with pytest.raises(MalformedRecord):
         decode(encode(NodeRecord("a", "b", 1, SIZE, round=2**53)), NodeRecord)
+
+
+def test_unreadable_records_are_logged_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    limit = LogLimit()
+    assert sum(limit.allows() for _ in range(1000)) == 10
+    now += 60
+    assert sum(limit.allows() for _ in range(1000)) == 10
 
 
 def test_the_lease_id_is_derived_from_the_run_id() -> None:

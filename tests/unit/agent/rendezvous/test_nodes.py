@@ -176,6 +176,29 @@ async def test_a_node_waits_for_nodes_of_another_version_and_continues_after_the
     assert "old.1 leads, and this node cannot take part" in caplog.text
 
 
+# -- false records
+
+
+async def test_false_numbers_of_a_stranger_do_not_prevent_scaling_or_the_next_round() -> None:
+    clients = Clients()
+    async with NodeFactory(clients.connect, "run", lease=LEASE, last_call_timeout=0.1, join_debounce=0.0) as factory:
+        a = await factory.node("a", wanted=1)
+        await a.until_with("a")
+        false = SizeRecord(min=8, max=8, generation=2**53)
+        stranger = NodeRecord("x", "127.0.0.1", 1, false, round=2**52, answered_notice=2**52, starting=True)
+        await clients.data.put(KEYS.node("x.1"), encode(stranger))
+        await clients.data.put(KEYS.size, encode(false))
+        b = await factory.node("b", wanted=1)
+        await clients.data.put(KEYS.size, encode(SizeRecord(min=2, max=2, desired=2, generation=1)))
+        round = await all_with(a, b)
+        assert round.number < 10
+        state = msgspec.structs.replace(round, number=2**53)
+        await clients.data.put(KEYS.state, encode(StateRecord(state)))
+        c = await factory.node("c", wanted=1)
+        await clients.data.put(KEYS.size, encode(SizeRecord(min=3, max=3, desired=3, generation=2)))
+        assert (await all_with(a, b, c)).number < 10
+
+
 # -- a store that lost its data
 
 

@@ -17,14 +17,22 @@ from torchelastic.errors import NoFreePort
 from torchelastic.protocol.records import NodeRecord, SizeRecord
 from torchelastic.rendezvous import peer_connection
 from torchelastic.rendezvous.node import RendezvousNode, listen
-from torchelastic.rendezvous.peer_connection import PeerServer, ProbeResult, hold_connection, probe, run_digest
+from torchelastic.rendezvous.peer_connection import (
+    PeerServer,
+    ProbeResult,
+    hold_connection,
+    keyed_digest,
+    probe,
+    run_digest,
+)
 from torchelastic.store.memory import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 RUN_DIGEST = run_digest("run")
-HELLO = {"run": RUN_DIGEST, "node": "b.1", "stay": True}
+KEY = "0123456789abcdef"
+HELLO = {"run": RUN_DIGEST, "node": "b.1", "key": keyed_digest("b.1", KEY), "stay": True}
 
 
 class Observer:
@@ -40,7 +48,7 @@ class Observer:
 @asynccontextmanager
 async def serving(node: str = "a.1", run: str = "run") -> AsyncIterator[tuple[PeerServer, Observer]]:
     observer = Observer()
-    server = PeerServer(run=run, node=node, listener=listen("127.0.0.1"))
+    server = PeerServer(run=run, node=node, key=KEY, listener=listen("127.0.0.1"))
     server.observer = observer
     server.start()
     try:
@@ -74,13 +82,14 @@ async def answer_to(server: PeerServer, line: bytes) -> bytes:
         json.dumps({**HELLO, "node": "x" * 300}).encode() + b"\n",
         json.dumps({**HELLO, "node": "x" * 5000}).encode() + b"\n",
         b"[" * 900 + b"\n",
+        json.dumps({key: value for key, value in HELLO.items() if key != "key"}).encode() + b"\n",
     ],
 )
 async def test_a_connection_without_a_valid_hello_is_closed(line: bytes) -> None:
     async with serving() as (server, observer):
         assert await answer_to(server, line) == b""
         assert observer.seen.empty()
-        assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1") is ProbeResult.ALIVE
+        assert await probe(f"127.0.0.1:{server.port}", run="run", node="b.1", peer="a.1", key=KEY) is ProbeResult.ALIVE
 
 
 async def test_a_peer_that_sends_more_than_a_hello_is_disconnected() -> None:
@@ -101,7 +110,9 @@ async def test_nodes_with_long_ids_connect_and_a_node_whose_server_closes_is_dea
     observer = Observer()
     async with serving(node=peer, run=run) as (server, seen):
         address = f"127.0.0.1:{server.port}"
-        holding = asyncio.create_task(hold_connection(address, run=run, node=node, peer=peer, observer=observer))
+        holding = asyncio.create_task(
+            hold_connection(address, run=run, node=node, peer=peer, key=KEY, observer=observer)
+        )
         assert await seen.seen.get() == ("connected", node)
         assert await observer.seen.get() == ("connected", peer)
     assert await holding is ProbeResult.DEAD
@@ -113,7 +124,7 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_connection, "HELLO_TIMEOUT", 600.0)
-    server = PeerServer(run="run", node="a.1", listener=listen("127.0.0.1"))
+    server = PeerServer(run="run", node="a.1", key=KEY, listener=listen("127.0.0.1"))
     with socket.create_connection(("127.0.0.1", server.port)) as early:
         early.setblocking(False)
         server.start()
@@ -128,14 +139,27 @@ async def test_a_connection_accepted_while_the_server_closes_is_closed(
 async def test_a_node_is_dead_if_another_one_answers_and_silent_if_another_run_answers() -> None:
     async with serving(node="c.1") as (server, _):
         address = f"127.0.0.1:{server.port}"
-        assert await probe(address, run="run", node="b.1", peer="a.1") is ProbeResult.DEAD
-        assert await probe(address, run="another", node="b.1", peer="a.1") is ProbeResult.NO_ANSWER
+        assert await probe(address, run="run", node="b.1", peer="a.1", key=KEY) is ProbeResult.DEAD
+        assert await probe(address, run="another", node="b.1", peer="a.1", key=KEY) is ProbeResult.NO_ANSWER
+
+
+async def test_a_stranger_who_knows_the_run_but_no_key_is_not_a_node() -> None:
+    async with serving() as (server, observer):
+        forged = json.dumps({**HELLO, "key": keyed_digest("b.1", "another")}).encode() + b"\n"
+        assert "key" not in json.loads(await answer_to(server, forged))
+        assert observer.seen.empty()
+        assert not server.is_connected("b.1")
+        address = f"127.0.0.1:{server.port}"
+        assert await probe(address, run="run", node="b.1", peer="a.1", key="00") is ProbeResult.NO_ANSWER
+        holding = hold_connection(address, run="run", node="b.1", peer="a.1", key="00", observer=observer)
+        assert await holding is ProbeResult.NO_ANSWER
+        assert observer.seen.empty()
 
 
 async def test_a_listener_that_does_not_answer_gives_no_result() -> None:
     with closing(listen("127.0.0.1")) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert await probe(address, run="run", node="b.1", peer="a.1", timeout=0.05) is ProbeResult.NO_ANSWER
+        assert await probe(address, run="run", node="b.1", peer="a.1", key=KEY, timeout=0.05) is ProbeResult.NO_ANSWER
 
 
 def test_every_free_port_of_a_range_is_used_before_one_repeats() -> None:

@@ -131,6 +131,13 @@ CASES = {
         expected_size=size(3, generation=8),
         state=JobState.RUNNING,
     ),
+    "a generation in the store that no operator has reached does not prevent a new size": Case(
+        that_trained(a_job(replicas=3, generation=2)),
+        a_world(running(0), running(1), size=size(1, generation=2**53)),
+        creates=[2],
+        expected_size=size(3, generation=2),
+        state=JobState.RUNNING,
+    ),
     "pods are changed although the store cannot be read": Case(
         that_trained(a_job(replicas=3, generation=2)),
         a_world(running(0), running(1), store_read=False),
