@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
+import itertools
+import tracemalloc
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +38,7 @@ from torchelastic.protocol.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from torchelastic.store.api import StoreSettings
 
@@ -232,6 +235,72 @@ async def test_what_another_server_answers_is_not_shown_to_the_users_of_the_job(
         message = await followed.error()
     assert endpoint in message
     assert "SECRET" not in message
+
+
+ENTRIES = b'{"header":{"revision":"7"},"kvs":['
+MEGABYTE = 1_000_000
+
+
+def events() -> Iterable[bytes]:
+    """Yield messages of a watch, each of which puts the valid key of another node."""
+    record = encode(NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE))
+    for number in itertools.count(8):
+        key = f"{RunKeys(RUN).node(f'a.{number}')}".encode()
+        kv = {"key": key, "value": record, "mod_revision": number}
+        yield msgspec.json.encode({"result": {"events": [{"kv": kv}]}}) + b"\n"
+
+
+RUN = "run"
+COMPRESSED = gzip.compress(b" " * 60 * MEGABYTE)
+HOSTILE: dict[str, tuple[str, dict[str, str], Callable[[], Iterable[bytes]]]] = {
+    "empty entries": ("list", {}, lambda: [ENTRIES, *[b"{}," * (MEGABYTE // 3)] * 60]),
+    "long keys": ("list", {}, lambda: [ENTRIES, *[b'{"key":"' + b"QUJD" * (MEGABYTE // 4) + b'"},'] * 60]),
+    "pages without end": ("list", {}, lambda: [ENTRIES, b"{}," * 999, b'{}],"more":true}']),
+    "compressed spaces": ("list", {"Content-Encoding": "gzip"}, lambda: [COMPRESSED]),
+    "nested answers": ("check", {}, lambda: [b'{"result":' * 5000]),
+    "an endless error": ("error", {}, lambda: [b" " * MEGABYTE] * 60),
+    "a message without end": ("watch", {}, lambda: [b" " * MEGABYTE] * 60),
+    "a message of empty events": ("watch", {}, lambda: [b'{"result":{"events":[', *[b"{}," * MEGABYTE], b"{}]}}\n"]),
+    "valid events without end": ("watch", {}, events),
+    "nodes of the API v2": ("v2", {}, lambda: [b'{"node":{"nodes":[', *[b"{}," * (MEGABYTE // 3)] * 60]),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+async def test_a_server_that_sends_too_much_takes_little_memory_and_is_left_alone(attack: str) -> None:
+    target, headers, pieces = HOSTILE[attack]
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        asked = "limit" if b"limit" in await request.read() else request.path
+        kind = {"limit": "list", "/v3/watch": "watch", "/v3/kv/range": "check"}.get(asked, "v2")
+        if target == "v2" and kind != "v2":
+            return web.Response(status=404)
+        if kind == "v2" and target == "check":
+            return web.Response(status=404)
+        attacked = kind == target or target == "error"
+        response = web.StreamResponse(headers=headers if attacked else {}, status=400 if target == "error" else 200)
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            if kind == "watch":
+                await response.write(b'{"result":{"created":true,"header":{"revision":"7"}}}\n')
+            elif not attacked:
+                await response.write(b'{"header":{"revision":"7"}}')
+            for piece in pieces() if attacked else ():
+                await response.write(piece)
+        return response
+
+    followed = Followed(RUN)
+    async with answering(answer) as configuration:
+        tracemalloc.start()
+        async with followed.at(configuration.host) as mirror:
+            message = await followed.error()
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            paused = mirror.paused
+    malformed = attack in {"compressed spaces", "nested answers"}
+    assert ("does not answer like etcd" if malformed else "sends more than the keys of a run") in message
+    assert paused is not malformed
+    assert peak < 40 * MEGABYTE, peak
 
 
 async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:

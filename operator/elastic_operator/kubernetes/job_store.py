@@ -314,7 +314,8 @@ class JobStores:
         if followed.away_since is None:
             followed.away_since = now
         if followed.error is None:
-            due = now - followed.away_since >= (self._timeout if followed.external else self._managed_timeout)
+            timeout = self._timeout if followed.external else self._managed_timeout
+            due = followed.mirror.paused or now - followed.away_since >= timeout
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
         (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, error)
