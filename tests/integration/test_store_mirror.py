@@ -7,6 +7,7 @@ import base64
 import contextlib
 import gzip
 import itertools
+import socket
 import tracemalloc
 import uuid
 from pathlib import Path
@@ -18,6 +19,7 @@ from aiohttp import web
 from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.certificates import make_certificates
@@ -36,9 +38,10 @@ from torchelastic.protocol.records import (
     StateRecord,
     TimeBreakdown,
 )
+from torchelastic.store.etcd_errors import AddressRefused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from torchelastic.store.api import StoreSettings
 
@@ -166,11 +169,15 @@ async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, r
 class Followed:
     """The stores of all jobs, with one job whose store the test follows."""
 
-    def __init__(self, run_id: str, api: Api | None = None) -> None:
+    def __init__(self, run_id: str, api: Api | None = None, *, allowed: Sequence[str] = ("127.0.0.0/8",)) -> None:
         self._run_id = run_id
         self._happened = asyncio.Event()
         self.stores = JobStores(
-            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], timeout=0.0
+            api or Api(Configuration()),
+            lambda _: self._happened.set(),
+            secret_namespaces=["team"],
+            endpoints=EtcdEndpoints(allowed),
+            timeout=0.0,
         )
 
     @contextlib.asynccontextmanager
@@ -301,6 +308,70 @@ async def test_a_server_that_sends_too_much_takes_little_memory_and_is_left_alon
     assert ("does not answer like etcd" if malformed else "sends more than the keys of a run") in message
     assert paused is not malformed
     assert peak < 40 * MEGABYTE, peak
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "allowed"),
+    [
+        ("127.0.0.1", "", []),
+        ("localhost", "", []),
+        ("[::ffff:127.0.0.1]", "", []),
+        ("etcd.team.svc", "127.0.0.1", []),
+        ("etcd.team.svc", "127.0.0.1", [".svc"]),
+        ("127.0.0.1", "", ["10.0.0.0/8", ".svc"]),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_an_etcd_at_a_forbidden_address_receives_no_connection(
+    host: str, resolved: str, allowed: list[str], scheme: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **how: look_up(resolved or name, *rest, **how))
+    connections: list[str] = []
+
+    def answer(line: str) -> bytes:
+        connections.append(line)
+        return b""
+
+    async with fake_etcd(answer) as endpoint:
+        port = endpoint.rpartition(":")[2]
+        followed = Followed(run_id, allowed=allowed)
+        async with followed.at(f"{scheme}://{host}:{port}"):
+            message = await followed.error()
+    assert message == (
+        f"etcd at {host}:{port} may not be used: the operator does not connect to its address; "
+        "see the chart's etcd.allowedEndpoints"
+    )
+    assert connections == []
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed", "is_allowed"),
+    [
+        *((address, [], False) for address in ("169.254.169.254", "fe80::1%1", "::1", "0.0.0.0", "::", "224.0.0.1")),
+        *(
+            (address, [], False)
+            for address in ("255.255.255.255", "fd00:ec2::254", "168.63.129.16", "::ffff:169.254.1.1")
+        ),
+        *((address, [], True) for address in ("10.96.0.7", "8.8.8.8", "fd12::1", "2600::1", "192.168.1.1")),
+        ("10.96.0.7", ["10.0.0.0/8"], True),
+        ("8.8.8.8", ["10.0.0.0/8"], False),
+        ("8.8.8.8", ["infra"], True),
+        ("8.8.8.8", ["fra"], False),
+        ("169.254.169.254", ["infra"], False),
+        ("169.254.7.7", ["169.254.7.0/24"], True),
+    ],
+)
+def test_an_address_is_allowed_by_its_kind_its_range_or_its_name(
+    address: str, allowed: list[str], is_allowed: bool
+) -> None:
+    info = socket.getaddrinfo(address, 2379, type=socket.SOCK_STREAM)[0]
+    open_socket = EtcdEndpoints(allowed).socket_for(["etcd.infra:2379"])
+    if is_allowed:
+        open_socket(info).close()
+    else:
+        with pytest.raises(AddressRefused):
+            open_socket(info)
 
 
 async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:

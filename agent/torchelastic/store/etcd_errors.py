@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
 
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreTooLarge, StoreUnavailable
+
+if TYPE_CHECKING:
+    from torchelastic.store.api import StoreSettings
 
 MAX_ENTRIES: Final = 4096
 """Maximum number of keys of a run: a thousand nodes have a key each, and leave room for those that are replaced."""
@@ -61,6 +64,18 @@ async def read_answer(endpoint: str, response: aiohttp.ClientResponse, *, signs:
         if len(body) > MAX_ANSWER or limit < 0:
             raise too_large(f"etcd at {endpoint}")
     return body
+
+
+class AddressRefused(OSError):  # noqa: N818 - named like StoreRefused
+    """A socket for this address must not be opened; the message says why."""
+
+
+def connector(settings: StoreSettings) -> aiohttp.TCPConnector:
+    """Return a connector whose connections the settings allow."""
+    if settings.open_socket is None:
+        return aiohttp.TCPConnector(limit=0)
+    # After the name lookup, so that no name can change its address in between.
+    return aiohttp.TCPConnector(limit=0, socket_factory=settings.open_socket)
 
 
 class Unreached(StoreUnavailable):
@@ -138,6 +153,8 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
     if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
         return StoreRefused(f"the TLS connection to {where} failed: {reason}")
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefused):
+        return StoreRefused(f"{where} may not be used: {error.os_error}")
     if isinstance(error, aiohttp.ClientConnectorError):
         state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
         return Unreached(f"{where} {state}: {_reason(error.os_error)}")
@@ -159,13 +176,13 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error) or "connection reset"
 
 
-async def other_protocol(endpoint: str, protocol: str) -> str | None:
-    """Return the protocol that a server expects instead of this one; None if it accepts this one or does not answer."""
-    other = "https" if protocol == "http" else "http"
+async def other_protocol(endpoint: str, settings: StoreSettings) -> str | None:
+    """Return the protocol that a server expects instead of the one in the settings; None if there is none."""
+    other = "https" if settings.protocol == "http" else "http"
     timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(connector=connector(settings), timeout=timeout) as session,
             session.get(f"{other}://{endpoint}/version", ssl=False, allow_redirects=False) as answer,
         ):
             return other if other == "https" or answer.status == 200 else None

@@ -41,6 +41,7 @@ from torchelastic.store.etcd_errors import (
     Unreached,
     WrongApi,
     broken,
+    connector,
     is_transient,
     other_protocol,
     read_answer,
@@ -145,7 +146,7 @@ class EtcdServers:
         except NotAuthorized:
             pass  # access to other keys may be allowed
         except StoreError as error:
-            probes = (other_protocol(endpoint, self._settings.protocol) for endpoint in self.endpoints)
+            probes = (other_protocol(endpoint, self._settings) for endpoint in self.endpoints)
             for endpoint, protocol in zip(self.endpoints, await asyncio.gather(*probes), strict=True):
                 if protocol is not None:
                     wanted = f"etcd at {endpoint} accepts {protocol} only: write {protocol}:// before the address"
@@ -170,12 +171,11 @@ class EtcdServers:
         """
         self._raise_if_closed()
         if self._session is None:  # not in __init__, because a session belongs to the running loop
-            connector = aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self.endpoints))
             jar = aiohttp.DummyCookieJar()
             # A compressed answer, which no etcd sends, could be larger than any bound after decompression.
             self._session = aiohttp.ClientSession(
-                connector=connector, timeout=timeout, cookie_jar=jar, auto_decompress=False
+                connector=connector(self._settings), timeout=timeout, cookie_jar=jar, auto_decompress=False
             )
             # Otherwise aiohttp repeats PUT and DELETE, and the repetition of a successful compare-and-swap fails.
             self._session._retry_connection = False  # noqa: SLF001 - aiohttp has no other switch for it

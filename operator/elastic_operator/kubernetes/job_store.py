@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Self
 from elastic_operator.api.json_values import get_dict, get_str
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
 
@@ -149,6 +150,7 @@ class JobStores:
     Args:
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
+        endpoints: the endpoints of external etcds that may be used; by default, as without entries.
         timeout: seconds before an unreachable external etcd is reported.
         managed_timeout: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
     """
@@ -159,12 +161,14 @@ class JobStores:
         changed: Callable[[str], None],
         *,
         secret_namespaces: Collection[str] = (),
+        endpoints: EtcdEndpoints | None = None,
         timeout: float = 3.0,
         managed_timeout: float = 60.0,
     ) -> None:
         self._api = api
         self._on_change = changed
         self._secret_namespaces = frozenset(secret_namespaces)
+        self._endpoints = endpoints or EtcdEndpoints()
         self._timeout = timeout
         self._managed_timeout = managed_timeout
         self._tasks = asyncio.TaskGroup()
@@ -292,6 +296,8 @@ class JobStores:
     async def _settings(self, followed: _Followed) -> StoreSettings:
         """Return the settings of the connection, with the current credentials."""
         settings = store_at(followed.endpoint)
+        if followed.external:
+            settings = replace(settings, open_socket=self._endpoints.socket_for(settings.endpoints))
         if followed.secret is None:
             return settings
         read = await self.read_secret(followed.key.partition("/")[0], followed.secret)

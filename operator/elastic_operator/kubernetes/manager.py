@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.http_server import http_server
 from elastic_operator.kubernetes.informer import Informer
@@ -80,7 +81,12 @@ class Manager:
         settings = self._settings
         async with (
             Writer(self._api, self._cache, settings.identity, self._metrics.created) as writer,
-            JobStores(self._api, self._on_change, secret_namespaces=settings.etcd_secrets_namespaces) as stores,
+            JobStores(
+                self._api,
+                self._on_change,
+                secret_namespaces=settings.etcd_secrets_namespaces,
+                endpoints=EtcdEndpoints(settings.etcd_endpoints),
+            ) as stores,
         ):
             self._backend = KubernetesBackend(
                 api=self._api,
