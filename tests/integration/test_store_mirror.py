@@ -10,12 +10,15 @@ import itertools
 import socket
 import tracemalloc
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import trustme
 from aiohttp import web
+from cryptography import x509
 from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
@@ -178,6 +181,7 @@ class Followed:
             secret_namespaces=["team"],
             endpoints=EtcdEndpoints(allowed),
             timeout=0.0,
+            expiry_interval=0.01,
         )
 
     @contextlib.asynccontextmanager
@@ -374,7 +378,9 @@ def test_an_address_is_allowed_by_its_kind_its_range_or_its_name(
             open_socket(info)
 
 
-async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:
+async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret_whose_expiry_is_known(
+    tmp_path: Path, run_id: str
+) -> None:
     files = make_certificates(tmp_path)
     secret: dict[str, Any] = {"metadata": {"name": "hub", "namespace": "team"}, "data": {}}
 
@@ -401,3 +407,12 @@ async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secr
             put(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
             await followed.until(lambda: mirror.readable)
             assert followed.stores.error(run_id) is None
+            found = [
+                x509.load_pem_x509_certificate(Path(each).read_bytes()) for each in (files.authority, files.client)
+            ]
+            assert followed.stores.expiries() == {KEY: min(each.not_valid_after_utc for each in found).timestamp()}
+            soon = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+            another = trustme.CA().issue_cert("other.test", not_after=soon).cert_chain_pems[0].bytes()
+            secret["data"]["ca.crt"] = base64.b64encode(Path(files.authority).read_bytes() + another).decode()
+            while followed.stores.expiries() != {KEY: soon.timestamp()}:  # noqa: ASYNC110 - no event reports the read
+                await asyncio.sleep(0.01)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
 import os
 import ssl
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
+
+from cryptography import x509
 
 from elastic_operator.api.json_values import get_dict, get_str
 from elastic_operator.errors import ClusterError
@@ -45,11 +48,13 @@ class Credentials:
         authority: the CA certificate of the server; None for the system's.
         certificate: the client's certificate.
         key: the client's private key.
+        expiry: when the first of the certificates expires, in seconds since the epoch; None if unknown.
     """
 
     authority: str | None = None
     certificate: str | None = None
     key: str | None = None
+    expiry: float | None = None
     _files: list[int] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -65,6 +70,7 @@ class Credentials:
             for attribute, key in (("authority", AUTHORITY), ("certificate", CERTIFICATE), ("key", KEY)):
                 if encoded := get_dict(secret, "data").get(key):
                     setattr(credentials, attribute, credentials._file(str(encoded), key, name))
+            credentials.expiry = _expiry(secret)
             credentials._check(f"the Secret {name}, which spec.etcd.tlsSecret names,")
         except BaseException:
             credentials.close()
@@ -107,6 +113,16 @@ class Credentials:
                 context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError):
             raise StoreRefused(f"{secret} has {problem}") from None
+
+
+def _expiry(secret: Json) -> float | None:
+    """Return when the first certificate of a Secret expires; None if it has none that can be parsed."""
+    found: list[float] = []
+    for name in (AUTHORITY, CERTIFICATE):
+        with contextlib.suppress(ValueError):
+            pem = base64.b64decode(get_str(secret, "data", name))
+            found += (each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(pem))
+    return min(found, default=None)
 
 
 logger: Final = logging.getLogger(__name__)
@@ -153,6 +169,7 @@ class JobStores:
         endpoints: the endpoints of external etcds that may be used; by default, as without entries.
         timeout: seconds before an unreachable external etcd is reported.
         managed_timeout: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
+        expiry_interval: seconds between reads of the Secrets for the expiry of their certificates.
     """
 
     def __init__(
@@ -164,6 +181,7 @@ class JobStores:
         endpoints: EtcdEndpoints | None = None,
         timeout: float = 3.0,
         managed_timeout: float = 60.0,
+        expiry_interval: float = 3600.0,
     ) -> None:
         self._api = api
         self._on_change = changed
@@ -171,16 +189,19 @@ class JobStores:
         self._endpoints = endpoints or EtcdEndpoints()
         self._timeout = timeout
         self._managed_timeout = managed_timeout
+        self._expiry_interval = expiry_interval
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        self._reads = self._tasks.create_task(self._read_expiries())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._reads.cancel()
         for followed in self._followed.values():
             if followed.task is not None:
                 followed.task.cancel()
@@ -196,6 +217,11 @@ class JobStores:
         """Return why a job's etcd has been unreachable for a while; None if it has not."""
         followed = self._followed.get(uid)
         return None if followed is None else followed.error
+
+    def expiries(self) -> dict[str, float]:
+        """Return, by the job's key, when the first certificate in its Secret expires, in seconds since the epoch."""
+        found = ((each.key, each.credentials.expiry) for each in self._followed.values())
+        return {key: expiry for key, expiry in found if expiry is not None}
 
     def follow(
         self, uid: str, key: str, endpoint: str, *, external: bool, available: bool, secret: str | None = None
@@ -304,6 +330,20 @@ class JobStores:
         followed.credentials.close()
         followed.credentials = read
         return replace(settings, ca_cert=read.authority, cert=read.certificate, key=read.key)
+
+    async def _read_expiries(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._expiry_interval)
+            for followed in list(self._followed.values()):
+                if followed.secret is None:
+                    continue
+                try:
+                    read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
+                except StoreError as error:
+                    logger.debug("%s: the expiry of its certificates is unknown: %s", followed.key, error)
+                else:
+                    followed.credentials.expiry = read.expiry
+                    read.close()
 
     def _changed(self, followed: _Followed) -> None:
         if followed.mirror.readable:

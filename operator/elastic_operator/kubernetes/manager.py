@@ -24,6 +24,7 @@ from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Mapping
 
     from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Pod
@@ -130,7 +131,11 @@ class Manager:
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(cache.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", f"Known {resource.kind} objects.", count)
-        metrics.registry.register(JobCollector(lambda: filter(None, map(cache.job, cache.keys)), self._is_leader))
+        jobs = JobCollector(lambda: filter(None, map(cache.job, cache.keys)), self._is_leader, self._expiries)
+        metrics.registry.register(jobs)
+
+    def _expiries(self) -> Mapping[str, float]:
+        return {} if self._backend is None else self._backend.stores.expiries()
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None
