@@ -38,6 +38,10 @@ class StoreRefused(StoreError):  # noqa: N818
     """The store refused a request permanently, for example because of wrong credentials."""
 
 
+class StoreTooLarge(StoreRefused):
+    """The store holds, or sends, more than any run needs."""
+
+
 class LeaseLost(StoreError):  # noqa: N818
     """The lease no longer exists: the store has deleted its keys, which must be written again under a new lease."""
 

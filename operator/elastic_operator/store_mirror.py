@@ -10,19 +10,26 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from torchelastic.errors import MalformedRecord, SettingsError, StoreError
+from torchelastic.errors import MalformedRecord, SettingsError, StoreError, StoreTooLarge
 from torchelastic.protocol import codec, keys, records
 from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_endpoints
 from torchelastic.store.client import Backoff, RunLease, connect, follow
+from torchelastic.store.etcd_errors import MAX_ENTRIES, MAX_LISTED, too_large
 
 logger = logging.getLogger(__name__)
 _log_limit = codec.LogLimit()
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+
+TOO_LARGE_DELAY: Final = 600.0
+"""Seconds for which a store that sends too much is left alone: reading it takes memory and time from other jobs."""
+
+_LONGEST_ID: Final = 512
+"""Maximum length of a node's id: a pod's name, which has at most 253 characters, and a suffix."""
 
 SettingsSource = Callable[[], StoreSettings | Awaitable[StoreSettings]]
 """A function that returns the settings of a store, or an awaitable of them."""
@@ -62,7 +69,8 @@ class StoreMirror:
         time_breakdown: the run's time breakdown, which the leader writes every few seconds.
         history: the run's rounds.
         nodes: the registered nodes that can start workers, by node id.
-        names: the names of the pods of all nodes that were ever registered, by node id.
+        names: the names of the pods of the nodes that were registered, by node id: of the last MAX_ENTRIES nodes.
+        paused: whether the store is left alone for TOO_LARGE_DELAY.
     """
 
     def __init__(
@@ -89,6 +97,9 @@ class StoreMirror:
         self.history: records.HistoryRecord | None = None
         self.nodes: dict[str, records.NodeRecord] = {}
         self.names: dict[str, str] = {}
+        self.paused = False
+        self._sizes: dict[str, int] = {}  # of the keys with their values, by key
+        self._size = 0
 
     async def run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
         """Follow the store until canceled.
@@ -114,6 +125,7 @@ class StoreMirror:
             except* (StoreError, SettingsError) as errors:
                 error = errors.exceptions[0]
                 logger.info("the store of the run %s: %s", self._run_id, error)
+                self.paused = isinstance(error, StoreTooLarge)
                 # A condition must not show what a server answers, because the endpoint may be any server.
                 self._away(error.message if isinstance(error, StoreError) else str(error))
             finally:
@@ -125,6 +137,8 @@ class StoreMirror:
             if task is not None and task.cancelling():
                 # If the connection breaks during the cancellation, the task group reports only the broken connection.
                 raise asyncio.CancelledError
+            if self.paused:
+                await asyncio.sleep(TOO_LARGE_DELAY)
             await backoff.wait()
 
     async def write_size(self, size: records.SizeRecord) -> None:
@@ -166,13 +180,24 @@ class StoreMirror:
         # If the store has lost the round of known nodes, the nodes are about to restore it.
         self.size = self.time_breakdown = self.history = None
         self.nodes = {}
+        self._sizes, self._size = {}, 0
         for entry in listing.entries:
             self._put(entry.key, entry)
         self.readable = True
 
     def _put(self, key: str, entry: Entry | None) -> bool:
-        """Copy the value of a key; return whether to call ``changed()``."""
+        """Copy the value of a key; return whether to call ``changed()``.
+
+        Raises:
+            StoreTooLarge: the changes have made the run larger than any listing may be.
+        """
         keys = self._keys
+        self._size -= self._sizes.pop(key, 0)
+        if entry is not None:
+            self._sizes[key] = size = len(key) + len(entry.value)
+            self._size += size
+            if len(self._sizes) > MAX_ENTRIES or self._size > MAX_LISTED:
+                raise too_large("etcd")
         if key == keys.time_breakdown:
             self.time_breakdown = _record(entry, records.TimeBreakdown)
             return False
@@ -187,13 +212,16 @@ class StoreMirror:
             self.size = _record(entry, records.SizeRecord)
         elif key.startswith(keys.nodes):
             node_id = key.removeprefix(keys.nodes)
-            node = _record(entry, records.NodeRecord)
+            node = _record(entry, records.NodeRecord) if len(node_id) <= _LONGEST_ID else None
             if node is None or node.starting:
                 self.nodes.pop(node_id, None)
             else:
                 before = self.nodes.get(node_id)
                 self.nodes[node_id] = node
+                self.names.pop(node_id, None)
                 self.names[node_id] = node.name
+                if len(self.names) > MAX_ENTRIES:
+                    del self.names[next(iter(self.names))]
                 return before is None or _but_progress(before) != _but_progress(node)
         return True
 

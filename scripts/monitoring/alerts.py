@@ -141,6 +141,15 @@ JOBS: Final = (
         "the size and the status of the run are delayed.",
     ),
     Alert(
+        name="ElasticJobCertificateExpires",
+        expr=f"{_of_jobs('etcd_certificate_expiry_timestamp_seconds')} - time() < 7 * 86400",
+        lasting="15m",
+        severity=Severity.WARNING,
+        summary=f"A certificate for the etcd of ElasticJob {WHICH} expires within a week.",
+        about=f"A certificate in the Secret that {WHICH} names in spec.etcd.tlsSecret expires within a week, or has "
+        "expired. After that, the operator and the agents cannot reach etcd.",
+    ),
+    Alert(
         name="ElasticJobNotScraped",
         expr=f"{_holds('Running')} unless on ({JOB}) max by ({JOB}) (torchelastic_round)",
         lasting="15m",

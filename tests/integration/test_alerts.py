@@ -49,6 +49,7 @@ HEALTHY = {
             "StoreUnreachable": "0x200",
         }.items()
     },
+    f"elastic_operator_job_etcd_certificate_expiry_timestamp_seconds{{{WHOSE}}}": "2000000000x200",
     f"torchelastic_round{{{WHOSE}}}": "1x200",
     f"torchelastic_world_size{{{WHOSE}}}": "4x200",
     f'torchelastic_job_seconds_total{{{WHOSE},state="training"}}': "0+60x200",
@@ -85,6 +86,7 @@ READY = f"elastic_operator_job_ready_pods{{{WHOSE}}}"
 DESIRED = f"elastic_operator_job_desired_pods{{{WHOSE}}}"
 STEPS = f'torchelastic_operation_duration_seconds_count{{{WHOSE},operation="train_step",rank="0"}}'
 STEPPING = f'torchelastic_operation_duration_seconds_sum{{{WHOSE},operation="train_step",rank="0"}}'
+EXPIRY = f"elastic_operator_job_etcd_certificate_expiry_timestamp_seconds{{{WHOSE}}}"
 NONE = "_x200"
 
 
@@ -224,6 +226,13 @@ SCENARIOS = {
         Scenario(
             "etcd is unreachable for a moment", condition("StoreUnreachable", "0x9 1x4 0x180"), quiet=(12, 16, 25)
         ),
+    ],
+    "ElasticJobCertificateExpires": [
+        Scenario(
+            "a certificate expires in a week", {EXPIRY: f"{7 * 86400 + 1200}x200"}, quiet=(10, 30), fires=(40, 90)
+        ),
+        Scenario("a certificate has expired", {EXPIRY: "0x200"}, quiet=(10,), fires=(20,)),
+        Scenario("a certificate is renewed in its last week", {EXPIRY: "0x9 2000000000x190"}, quiet=(5, 14, 30, 60)),
     ],
     "ElasticJobNotScraped": [
         Scenario("no agent is scraped", {f"torchelastic_round{{{WHOSE}}}": NONE}, quiet=(10,), fires=(20,)),

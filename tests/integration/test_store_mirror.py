@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import gzip
+import itertools
+import socket
+import tracemalloc
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import trustme
 from aiohttp import web
+from cryptography import x509
 from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
 from tests.support.certificates import make_certificates
@@ -33,9 +41,10 @@ from torchelastic.protocol.records import (
     StateRecord,
     TimeBreakdown,
 )
+from torchelastic.store.etcd_errors import AddressRefused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from torchelastic.store.api import StoreSettings
 
@@ -163,11 +172,16 @@ async def test_a_store_outage_during_cleanup_is_reported(own_etcd: EtcdServer, r
 class Followed:
     """The stores of all jobs, with one job whose store the test follows."""
 
-    def __init__(self, run_id: str, api: Api | None = None) -> None:
+    def __init__(self, run_id: str, api: Api | None = None, *, allowed: Sequence[str] = ("127.0.0.0/8",)) -> None:
         self._run_id = run_id
         self._happened = asyncio.Event()
         self.stores = JobStores(
-            api or Api(Configuration()), lambda _: self._happened.set(), secret_namespaces=["team"], timeout=0.0
+            api or Api(Configuration()),
+            lambda _: self._happened.set(),
+            secret_namespaces=["team"],
+            endpoints=EtcdEndpoints(allowed),
+            timeout=0.0,
+            expiry_interval=0.01,
         )
 
     @contextlib.asynccontextmanager
@@ -234,7 +248,139 @@ async def test_what_another_server_answers_is_not_shown_to_the_users_of_the_job(
     assert "SECRET" not in message
 
 
-async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret(tmp_path: Path, run_id: str) -> None:
+ENTRIES = b'{"header":{"revision":"7"},"kvs":['
+MEGABYTE = 1_000_000
+
+
+def events() -> Iterable[bytes]:
+    """Yield messages of a watch, each of which puts the valid key of another node."""
+    record = encode(NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE))
+    for number in itertools.count(8):
+        key = f"{RunKeys(RUN).node(f'a.{number}')}".encode()
+        kv = {"key": key, "value": record, "mod_revision": number}
+        yield msgspec.json.encode({"result": {"events": [{"kv": kv}]}}) + b"\n"
+
+
+RUN = "run"
+COMPRESSED = gzip.compress(b" " * 60 * MEGABYTE)
+HOSTILE: dict[str, tuple[str, dict[str, str], Callable[[], Iterable[bytes]]]] = {
+    "empty entries": ("list", {}, lambda: [ENTRIES, *[b"{}," * (MEGABYTE // 3)] * 60]),
+    "long keys": ("list", {}, lambda: [ENTRIES, *[b'{"key":"' + b"QUJD" * (MEGABYTE // 4) + b'"},'] * 60]),
+    "pages without end": ("list", {}, lambda: [ENTRIES, b"{}," * 999, b'{}],"more":true}']),
+    "compressed spaces": ("list", {"Content-Encoding": "gzip"}, lambda: [COMPRESSED]),
+    "nested answers": ("check", {}, lambda: [b'{"result":' * 5000]),
+    "an endless error": ("error", {}, lambda: [b" " * MEGABYTE] * 60),
+    "a message without end": ("watch", {}, lambda: [b" " * MEGABYTE] * 60),
+    "a message of empty events": ("watch", {}, lambda: [b'{"result":{"events":[', *[b"{}," * MEGABYTE], b"{}]}}\n"]),
+    "valid events without end": ("watch", {}, events),
+    "nodes of the API v2": ("v2", {}, lambda: [b'{"node":{"nodes":[', *[b"{}," * (MEGABYTE // 3)] * 60]),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+async def test_a_server_that_sends_too_much_takes_little_memory_and_is_left_alone(attack: str) -> None:
+    target, headers, pieces = HOSTILE[attack]
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        asked = "limit" if b"limit" in await request.read() else request.path
+        kind = {"limit": "list", "/v3/watch": "watch", "/v3/kv/range": "check"}.get(asked, "v2")
+        if target == "v2" and kind != "v2":
+            return web.Response(status=404)
+        if kind == "v2" and target == "check":
+            return web.Response(status=404)
+        attacked = kind == target or target == "error"
+        response = web.StreamResponse(headers=headers if attacked else {}, status=400 if target == "error" else 200)
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            if kind == "watch":
+                await response.write(b'{"result":{"created":true,"header":{"revision":"7"}}}\n')
+            elif not attacked:
+                await response.write(b'{"header":{"revision":"7"}}')
+            for piece in pieces() if attacked else ():
+                await response.write(piece)
+        return response
+
+    followed = Followed(RUN)
+    async with answering(answer) as configuration:
+        tracemalloc.start()
+        async with followed.at(configuration.host) as mirror:
+            message = await followed.error()
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            paused = mirror.paused
+    malformed = attack in {"compressed spaces", "nested answers"}
+    assert ("does not answer like etcd" if malformed else "sends more than the keys of a run") in message
+    assert paused is not malformed
+    assert peak < 40 * MEGABYTE, peak
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "allowed"),
+    [
+        ("127.0.0.1", "", []),
+        ("localhost", "", []),
+        ("[::ffff:127.0.0.1]", "", []),
+        ("etcd.team.svc", "127.0.0.1", []),
+        ("etcd.team.svc", "127.0.0.1", [".svc"]),
+        ("127.0.0.1", "", ["10.0.0.0/8", ".svc"]),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_an_etcd_at_a_forbidden_address_receives_no_connection(
+    host: str, resolved: str, allowed: list[str], scheme: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **how: look_up(resolved or name, *rest, **how))
+    connections: list[str] = []
+
+    def answer(line: str) -> bytes:
+        connections.append(line)
+        return b""
+
+    async with fake_etcd(answer) as endpoint:
+        port = endpoint.rpartition(":")[2]
+        followed = Followed(run_id, allowed=allowed)
+        async with followed.at(f"{scheme}://{host}:{port}"):
+            message = await followed.error()
+    assert message == (
+        f"etcd at {host}:{port} may not be used: the operator does not connect to its address; "
+        "see the chart's etcd.allowedEndpoints"
+    )
+    assert connections == []
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed", "is_allowed"),
+    [
+        *((address, [], False) for address in ("169.254.169.254", "fe80::1%1", "::1", "0.0.0.0", "::", "224.0.0.1")),
+        *(
+            (address, [], False)
+            for address in ("255.255.255.255", "fd00:ec2::254", "168.63.129.16", "::ffff:169.254.1.1")
+        ),
+        *((address, [], True) for address in ("10.96.0.7", "8.8.8.8", "fd12::1", "2600::1", "192.168.1.1")),
+        ("10.96.0.7", ["10.0.0.0/8"], True),
+        ("8.8.8.8", ["10.0.0.0/8"], False),
+        ("8.8.8.8", ["infra"], True),
+        ("8.8.8.8", ["fra"], False),
+        ("169.254.169.254", ["infra"], False),
+        ("169.254.7.7", ["169.254.7.0/24"], True),
+    ],
+)
+def test_an_address_is_allowed_by_its_kind_its_range_or_its_name(
+    address: str, allowed: list[str], is_allowed: bool
+) -> None:
+    info = socket.getaddrinfo(address, 2379, type=socket.SOCK_STREAM)[0]
+    open_socket = EtcdEndpoints(allowed).socket_for(["etcd.infra:2379"])
+    if is_allowed:
+        open_socket(info).close()
+    else:
+        with pytest.raises(AddressRefused):
+            open_socket(info)
+
+
+async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secret_whose_expiry_is_known(
+    tmp_path: Path, run_id: str
+) -> None:
     files = make_certificates(tmp_path)
     secret: dict[str, Any] = {"metadata": {"name": "hub", "namespace": "team"}, "data": {}}
 
@@ -261,3 +407,12 @@ async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secr
             put(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
             await followed.until(lambda: mirror.readable)
             assert followed.stores.error(run_id) is None
+            found = [
+                x509.load_pem_x509_certificate(Path(each).read_bytes()) for each in (files.authority, files.client)
+            ]
+            assert followed.stores.expiries() == {KEY: min(each.not_valid_after_utc for each in found).timestamp()}
+            soon = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+            another = trustme.CA().issue_cert("other.test", not_after=soon).cert_chain_pems[0].bytes()
+            secret["data"]["ca.crt"] = base64.b64encode(Path(files.authority).read_bytes() + another).decode()
+            while followed.stores.expiries() != {KEY: soon.timestamp()}:  # noqa: ASYNC110 - no event reports the read
+                await asyncio.sleep(0.01)

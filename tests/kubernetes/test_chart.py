@@ -570,7 +570,8 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
     helm: Helm, etcd: EtcdServer, tmp_path: Path, everywhere: bool
 ) -> None:
     where = [] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]
-    await helm("install", RELEASE, str(CHART), f"--set=etcd.secretNamespaces={{{helm.namespace}}}", *where)
+    where += [f"--set=etcd.secretNamespaces={{{helm.namespace}}}", "--set=etcd.allowedEndpoints={127.0.0.0/8}"]
+    await helm("install", RELEASE, str(CHART), *where)
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     granted = await helm.rights(of=RELEASE, namespace=helm.namespace)
     log = tmp_path / "operator.log"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, Api
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.object_cache import ObjectCache
@@ -53,7 +54,13 @@ class OperatedCluster:
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
             cache = self.cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, cache))
-            stores = JobStores(api, self._on_change, timeout=_ETCD_TIMEOUT, managed_timeout=_ETCD_TIMEOUT)
+            stores = JobStores(
+                api,
+                self._on_change,
+                endpoints=EtcdEndpoints(["127.0.0.0/8"]),
+                timeout=_ETCD_TIMEOUT,
+                managed_timeout=_ETCD_TIMEOUT,
+            )
             await stack.enter_async_context(stores)
             executor = Executor(cache=cache, writer=writer, stores=stores, settings=PodSettings())
             self.backend = KubernetesBackend(api=api, cache=cache, stores=stores, executor=executor)

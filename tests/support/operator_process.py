@@ -49,7 +49,7 @@ class OperatorProcess(Daemon):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "POD_"))}
-        command = [str(EXECUTABLE), f"--kubeconfig={kubeconfig}", *args]
+        command = [str(EXECUTABLE), f"--kubeconfig={kubeconfig}", "--etcd-endpoints=127.0.0.0/8", *args]
         super().__init__(command, folder=folder, environ={**inherited, **(environ or {})}, name=name)
         self._command = command
         self._wait = wait

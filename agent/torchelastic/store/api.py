@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    import socket
+    from collections.abc import AsyncGenerator, Callable
 
 
 DEFAULT_PORT: Final = 2379
@@ -42,6 +43,8 @@ class StoreSettings:
         request_timeout: seconds for one request.
         silence_limit: seconds without data from the server after which a watch counts as broken.
         version: the version of etcd's API, 2 or 3; None to use 3 if the server has it, and otherwise 2.
+        open_socket: opens the socket for an address in the form of ``socket.getaddrinfo``; it may raise OSError to
+            refuse the address. None to allow all.
     """
 
     endpoints: tuple[str, ...]
@@ -54,6 +57,7 @@ class StoreSettings:
     request_timeout: float = 5.0
     silence_limit: float = 5.0
     version: int | None = None
+    open_socket: Callable[[tuple[Any, ...]], socket.socket] | None = None
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | None, tuple[str, ...]]:

@@ -9,7 +9,7 @@ import time
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreTooLarge, StoreUnavailable
 from torchelastic.protocol.keys import RUN_LEASE_RENEWALS, RUN_LEASE_TTL, run_lease
 from torchelastic.store.memory import MemoryStore
 
@@ -72,6 +72,8 @@ async def connect(settings: StoreSettings) -> Store:
             raise
         try:
             store = await _checked(_v2(settings))
+        except StoreTooLarge:
+            raise
         except StoreRefused as no_v2:
             also = "nor does it serve the API v2" if isinstance(no_v2, WrongApi) else f"and {no_v2.message}"
             raise StoreRefused(f"{no_v3.message}; {also}", detail=no_v3.detail or no_v2.detail) from no_v2

@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import aiohttp
 import msgspec
 
-from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreTooLarge, StoreUnavailable
+
+if TYPE_CHECKING:
+    from torchelastic.store.api import StoreSettings
+
+MAX_ENTRIES: Final = 4096
+"""Maximum number of keys of a run: a thousand nodes have a key each, and leave room for those that are replaced."""
+
+MAX_LISTED: Final = 4 << 20
+"""Maximum size of a run's keys with their values: the records of a thousand nodes take less than 1 MiB."""
+
+MAX_ANSWER: Final = 6 << 20
+"""Maximum size of an answer: MAX_LISTED in base64, and the revisions of a page of keys."""
 
 _PROBE_LIMIT: Final = 1.0
 """Seconds for finding out why a server does not answer."""
@@ -23,6 +35,47 @@ _TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
 
 _TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
 """etcd's messages about a missing or expired token."""
+
+
+def too_large(where: str) -> StoreTooLarge:
+    """Return the error for a server that sends more than the keys of a run can be."""
+    return StoreTooLarge(
+        f"{where} sends more than the keys of a run, which have at most {MAX_ENTRIES} entries and "
+        f"{MAX_LISTED >> 20} MiB: use an etcd without other programs' keys below /torchelastic/"
+    )
+
+
+async def read_answer(endpoint: str, response: aiohttp.ClientResponse, *, signs: bytes, limit: int) -> bytearray:
+    """Return the body of an answer.
+
+    Args:
+        endpoint: the server, for the error.
+        response: the answer.
+        signs: the characters that begin a value: decoded, a short value takes many times its size.
+        limit: the maximum number of these characters.
+
+    Raises:
+        StoreTooLarge: the answer is larger than MAX_ANSWER, or has more values.
+    """
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        limit -= sum(map(chunk.count, signs))
+        if len(body) > MAX_ANSWER or limit < 0:
+            raise too_large(f"etcd at {endpoint}")
+    return body
+
+
+class AddressRefused(OSError):  # noqa: N818 - named like StoreRefused
+    """A socket for this address must not be opened; the message says why."""
+
+
+def connector(settings: StoreSettings) -> aiohttp.TCPConnector:
+    """Return a connector whose connections the settings allow."""
+    if settings.open_socket is None:
+        return aiohttp.TCPConnector(limit=0)
+    # After the name lookup, so that no name can change its address in between.
+    return aiohttp.TCPConnector(limit=0, socket_factory=settings.open_socket)
 
 
 class Unreached(StoreUnavailable):
@@ -58,7 +111,7 @@ def is_transient(status: int) -> bool:
     return status >= 500 or status in {408, 425, 429}
 
 
-def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: str) -> StoreError:
+def unexpected(endpoint: str, path: str, status: int, body: bytes | bytearray, *, lacking: str) -> StoreError:
     """Return the error for an answer that is not etcd's; ``lacking`` names the feature that an etcd would lack."""
     if is_transient(status):
         return StoreUnavailable(f"etcd at {endpoint} answers with status {status}", detail=shown(body))
@@ -66,7 +119,7 @@ def unexpected(endpoint: str, path: str, status: int, body: bytes, *, lacking: s
     return WrongApi(f"the server at {endpoint} is not etcd, or is etcd without {lacking}: {found}", detail=shown(body))
 
 
-def shown(body: bytes) -> str:
+def shown(body: bytes | bytearray) -> str:
     """Return the beginning of an unexpected answer as a string on one line."""
     text = " ".join(body[: 4 * _SHOWN].decode("utf-8", "replace").split())
     return repr(text[:_SHOWN]) if text else "nothing"
@@ -85,7 +138,7 @@ def refused(where: str, fault: Fault, *, transient: bool = False) -> StoreError:
         return StoreRefused(f"{where} does not accept the user name and password, or the secret of the run")
     if "permission denied" in message:
         return NotAuthorized(f"{where} does not allow this user to use these keys: permission denied")
-    if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES:
+    if transient or (fault.code or fault.grpc_code) in _TRANSIENT_CODES or "has been compacted" in message:
         return StoreUnavailable(f"{where} cannot answer now", detail=message)
     return StoreRefused(f"{where} refuses", detail=message)
 
@@ -100,6 +153,8 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
     if isinstance(error, aiohttp.ClientOSError) and "[SSL:" in str(error) and "EOF" not in str(error):
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
         return StoreRefused(f"the TLS connection to {where} failed: {reason}")
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefused):
+        return StoreRefused(f"{where} may not be used: {error.os_error}")
     if isinstance(error, aiohttp.ClientConnectorError):
         state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
         return Unreached(f"{where} {state}: {_reason(error.os_error)}")
@@ -121,13 +176,13 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error) or "connection reset"
 
 
-async def other_protocol(endpoint: str, protocol: str) -> str | None:
-    """Return the protocol that a server expects instead of this one; None if it accepts this one or does not answer."""
-    other = "https" if protocol == "http" else "http"
+async def other_protocol(endpoint: str, settings: StoreSettings) -> str | None:
+    """Return the protocol that a server expects instead of the one in the settings; None if there is none."""
+    other = "https" if settings.protocol == "http" else "http"
     timeout = aiohttp.ClientTimeout(total=_PROBE_LIMIT)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(connector=connector(settings), timeout=timeout) as session,
             session.get(f"{other}://{endpoint}/version", ssl=False, allow_redirects=False) as answer,
         ):
             return other if other == "https" or answer.status == 200 else None

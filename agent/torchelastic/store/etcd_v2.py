@@ -38,7 +38,7 @@ import msgspec
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol.keys import KEY_ROOT
 from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_errors import NotAuthorized, WrongApi, unexpected
+from torchelastic.store.etcd_errors import MAX_ENTRIES, NotAuthorized, WrongApi, read_answer, unexpected
 from torchelastic.store.etcd_v3 import EtcdServers
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ _STORED: Final = re.compile(r"(?P<stamp>[0-9a-f]{12}) (?P<lease>[0-9a-f]{1,16}) 
 _LEAF: Final = "~"
 _EMPTY: Final = "~"
 _MAX_STAMPS: Final = 4
+_VALUES: Final = 128 * MAX_ENTRIES
+"""Maximum number of JSON values in an answer, including those of the records of a thousand nodes."""
 _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
 
 _NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
@@ -280,14 +282,14 @@ class EtcdV2Store:
                 self._cluster_id = headers.get("X-Etcd-Cluster-Id", "")
                 try:
                     async with asyncio.timeout(limit or None):
-                        data = await response.read()
+                        data = await read_answer(server, response, signs=b"{[,", limit=_VALUES)
                 except TimeoutError:
                     raise etcd.EtcdWatchTimedOut(payload={"index": int(headers.get("X-Etcd-Index", 0))}) from None
             try:
                 return self._python_etcd.parse_answer(
                     SimpleNamespace(status=response.status, data=data, getheaders=lambda: headers)
                 )
-            except (etcd.EtcdException, ValueError) as error:  # ValueError: the answer is not UTF-8
+            except (etcd.EtcdException, ValueError, RecursionError) as error:  # ValueError: the answer is not UTF-8
                 if _payload(error).get("errorCode") in _KEY_ERROR_CODES:
                     raise
                 raise self._store_error(server, error, response.status, data) from error
@@ -297,7 +299,7 @@ class EtcdV2Store:
             send, idempotent=method in {"read", "refresh"}, endpoint=endpoint, timeout=timeout
         )
 
-    def _store_error(self, endpoint: str, error: Exception, status: int, data: bytes) -> StoreError:
+    def _store_error(self, endpoint: str, error: Exception, status: int, data: bytearray) -> StoreError:
         """Convert an error of python-etcd to an error of the store."""
         where = f"etcd at {endpoint}"
         if isinstance(error, etcd.EtcdInsufficientPermissions):

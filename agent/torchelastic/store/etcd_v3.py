@@ -22,7 +22,7 @@ import math
 import os
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -31,6 +31,9 @@ from yarl import URL
 from torchelastic.errors import LeaseLost, SettingsError, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.store.api import Change, Entry, Listing
 from torchelastic.store.etcd_errors import (
+    MAX_ANSWER,
+    MAX_ENTRIES,
+    MAX_LISTED,
     Fault,
     LeaseExists,
     NotAuthorized,
@@ -38,10 +41,13 @@ from torchelastic.store.etcd_errors import (
     Unreached,
     WrongApi,
     broken,
+    connector,
     is_transient,
     other_protocol,
+    read_answer,
     refused,
     shown,
+    too_large,
     unexpected,
 )
 
@@ -54,6 +60,13 @@ _Result = TypeVar("_Result")
 
 QUIET_CHECKS: Final = 12
 """Number of consecutive probes without an event after which a watch is created again: every 30 s by default."""
+
+
+PAGE: Final = 1000
+"""Maximum number of keys in an answer."""
+
+_OBJECTS: Final = 2 * MAX_ENTRIES + 100
+"""Maximum number of JSON objects in an answer. An event has two; no other text in an answer of etcd has a brace."""
 
 
 class EtcdServers:
@@ -133,7 +146,7 @@ class EtcdServers:
         except NotAuthorized:
             pass  # access to other keys may be allowed
         except StoreError as error:
-            probes = (other_protocol(endpoint, self._settings.protocol) for endpoint in self.endpoints)
+            probes = (other_protocol(endpoint, self._settings) for endpoint in self.endpoints)
             for endpoint, protocol in zip(self.endpoints, await asyncio.gather(*probes), strict=True):
                 if protocol is not None:
                     wanted = f"etcd at {endpoint} accepts {protocol} only: write {protocol}:// before the address"
@@ -158,10 +171,12 @@ class EtcdServers:
         """
         self._raise_if_closed()
         if self._session is None:  # not in __init__, because a session belongs to the running loop
-            connector = aiohttp.TCPConnector(limit=0)
             timeout = aiohttp.ClientTimeout(connect=self._settings.request_timeout / len(self.endpoints))
             jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=jar)
+            # A compressed answer, which no etcd sends, could be larger than any bound after decompression.
+            self._session = aiohttp.ClientSession(
+                connector=connector(self._settings), timeout=timeout, cookie_jar=jar, auto_decompress=False
+            )
             # Otherwise aiohttp repeats PUT and DELETE, and the repetition of a successful compare-and-swap fails.
             self._session._retry_connection = False  # noqa: SLF001 - aiohttp has no other switch for it
         url = URL(f"{self._settings.protocol}://{endpoint}{path}", encoded=True)
@@ -223,9 +238,19 @@ class EtcdV3Store:
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Listing:
-        answer = await self._call("/v3/kv/range", _below(prefix), idempotent=True)
-        header = answer.header
-        return Listing(header.revision, tuple(_entry(kv) for kv in answer.kvs), f"{header.cluster_id:x}")
+        message = {**_below(prefix), "limit": PAGE}
+        entries: list[Entry] = []
+        size = 0
+        while True:
+            answer = await self._call("/v3/kv/range", message, idempotent=True)
+            entries += map(_entry, answer.kvs)
+            size += sum(len(kv.key) + len(kv.value) for kv in answer.kvs)
+            if len(entries) > MAX_ENTRIES or size > MAX_LISTED:
+                raise too_large(f"etcd at {', '.join(self._settings.endpoints)}")
+            message.setdefault("revision", answer.header.revision)
+            if not answer.more or not answer.kvs:
+                return Listing(message["revision"], tuple(entries), f"{answer.header.cluster_id:x}")
+            message["key"] = answer.kvs[-1].key + b"\0"
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         message = {"key": _encoded(key), "value": value, "lease": lease}
@@ -338,7 +363,7 @@ class EtcdV3Store:
 
         return await self._servers.call(send, idempotent=idempotent, endpoint=endpoint, timeout=timeout)
 
-    async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytes:
+    async def _authorized(self, endpoint: str, path: str, body: bytes) -> bytearray:
         """Return the answer to a message; get a new token if the server requires one."""
         token = self._token
         try:
@@ -354,9 +379,9 @@ class EtcdV3Store:
                 self._token = _parse_answer(endpoint, answer).token
         return await self._post(endpoint, path, body)
 
-    async def _post(self, endpoint: str, path: str, body: bytes) -> bytes:
+    async def _post(self, endpoint: str, path: str, body: bytes) -> bytearray:
         async with self._request(endpoint, path, body) as response:
-            return await response.read()
+            return await read_answer(endpoint, response, signs=b"{", limit=_OBJECTS)
 
     @contextlib.asynccontextmanager
     async def _request(self, endpoint: str, path: str, body: bytes) -> AsyncGenerator[aiohttp.ClientResponse, None]:
@@ -365,17 +390,20 @@ class EtcdV3Store:
         request = self._servers.request("POST", endpoint, path, body=body, headers=headers)
         async with request as response:
             if response.status != 200:
-                raise _refusal(endpoint, path, response.status, await response.read())
+                refusal = await read_answer(endpoint, response, signs=b"{", limit=_OBJECTS)
+                raise _refusal(endpoint, path, response.status, refusal)
             yield response
 
 
 # The gateway encodes 64-bit numbers as strings and bytes as base64, and omits zeros. So every field has a default, and
 # the decoder accepts numbers in strings.
 
+_Revision = Annotated[int, msgspec.Meta(ge=0, le=2**62)]  # leaves room to increment it
+
 
 class _Header(msgspec.Struct, frozen=True):
     cluster_id: int = 0
-    revision: int = 0
+    revision: _Revision = 0
 
 
 class _KeyValue(msgspec.Struct, frozen=True):
@@ -383,8 +411,8 @@ class _KeyValue(msgspec.Struct, frozen=True):
 
     key: bytes = b""
     value: bytes = b""
-    create_revision: int = 0
-    mod_revision: int = 0
+    create_revision: _Revision = 0
+    mod_revision: _Revision = 0
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -397,6 +425,7 @@ class _Answer(Fault, frozen=True):
 
     header: _Header = _Header()
     kvs: tuple[_KeyValue, ...] = ()
+    more: bool = False
     succeeded: bool = False
     lease: int = msgspec.field(name="ID", default=0)
     ttl: int = msgspec.field(name="TTL", default=0)
@@ -422,11 +451,13 @@ class _Stream:
         """Return the next message, or None if none came within ``limit`` seconds.
 
         Raises:
-            StoreError: the watch has ended.
+            StoreError: the watch has ended, or a message is too large.
         """
         searched = 0
         while (end := self._pending.find(b"\n", searched)) < 0:
             searched = len(self._pending)
+            if searched > MAX_ANSWER:
+                raise too_large(f"etcd at {self._endpoint}")
             try:
                 async with asyncio.timeout(limit):
                     chunk = await self._response.content.readany()
@@ -435,7 +466,9 @@ class _Stream:
             if not chunk:
                 raise StoreUnavailable(f"etcd at {self._endpoint} ended the watch")
             self._pending += chunk
-        line = _parse_answer(self._endpoint, bytes(self._pending[:end]))
+        if self._pending.count(b"{", 0, end) > _OBJECTS:
+            raise too_large(f"etcd at {self._endpoint}")
+        line = _parse_answer(self._endpoint, self._pending[:end])
         del self._pending[: end + 1]
         answer = line.result or _Answer()
         fault = line.error if isinstance(line.error, Fault) else None
@@ -446,19 +479,19 @@ class _Stream:
         return answer
 
 
-def _parse_answer(endpoint: str, body: bytes) -> _Answer:
+def _parse_answer(endpoint: str, body: bytearray) -> _Answer:
     try:
         return msgspec.json.decode(body, type=_Answer, strict=False)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         found = f"{shown(body)} ({error})"
         raise WrongApi(f"the server at {endpoint} does not answer like etcd", detail=found) from error
 
 
-def _refusal(endpoint: str, path: str, status: int, body: bytes) -> StoreError:
+def _refusal(endpoint: str, path: str, status: int, body: bytearray) -> StoreError:
     """Return the error for an answer whose status is not 200."""
     try:
         answer = msgspec.json.decode(body, type=_Answer, strict=False)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         answer = _Answer()
     fault = answer.error if isinstance(answer.error, Fault) else answer
     if fault.message:

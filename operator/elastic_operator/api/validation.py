@@ -106,8 +106,9 @@ _CONTAINER: Final = f"the container `{WORKER}` in spec.template"
 
 _INFORMATION_FLAGS: Final = frozenset({"h", "help", "version"})
 
-_LARGEST: Final = 512 << 10
-"""Maximum size of a spec in bytes: the status of a job repeats the applied spec, and etcd accepts 1.5 MiB."""
+_LARGEST: Final = 256 << 10
+"""Maximum size of a spec in bytes. The status of a job repeats the applied spec, and the operator keeps both for each
+job: twenty of the largest jobs take 10 MiB."""
 
 AGENT_TIME: Final = 25.0
 """Seconds that a pod has in addition to notice and grace, to leave the store and to write final messages."""
@@ -134,8 +135,8 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     long = (spec.command, spec.args, spec.env, spec.template, spec.checkpoint.volume)
     if sum(len(json.dumps(each, default=str)) for each in long) > _LARGEST:
         yield (
-            f"the spec is larger than {_LARGEST >> 10} KiB, and the status repeats most of it, so the job would not "
-            "fit into the cluster's etcd: move long values into a ConfigMap, or into the image"
+            f"the spec is larger than {_LARGEST >> 10} KiB, and the operator keeps it in memory: move long values "
+            "into a ConfigMap, or into the image"
         )
 
 

@@ -23,7 +23,7 @@ from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
 from elastic_operator.kubernetes.client import EVENTS, PODS, Api, with_hint
 from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
-from elastic_operator.kubernetes.object_cache import ManagedEtcd, ObjectCache, managed_etcd, owner_of
+from elastic_operator.kubernetes.object_cache import ManagedEtcd, ObjectCache, managed_etcd, owner_of, pack_job
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class KubernetesBackend:
         if body is None or get_str(body, "spec", "managedBy") not in ("", MANAGER):
             return None
         record = self._record(key, body)
-        record.body = body
+        record.packed = pack_job(body)
         record.requeue = None
         try:
             job = job_of(body)
@@ -117,7 +117,7 @@ class KubernetesBackend:
             # The disruption budget's error in the job's status is not reported again.
             failed = pod_status.true_condition(body, ConditionType.DISRUPTION_BUDGET_FAILED)
             pdb = CreateBackoff(blocked=get_str(failed, "message") or None)
-            record = self._records[key] = JobRecord(key, body, pdb=pdb)
+            record = self._records[key] = JobRecord(key, pack_job(body), pdb=pdb)
         return record
 
     def _forget_former(self, key: str, body: Json | None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.kubernetes import client
+from elastic_operator.kubernetes.object_cache import unpack_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +66,7 @@ class JobRecord:
     """The data of a job that the operator keeps only in memory; their loss does no harm.
 
     Attributes:
-        body: the job as last observed.
+        packed: the job as last observed, packed by :func:`~elastic_operator.kubernetes.object_cache.pack_job`.
         creates: the back-off for pods, etcd and PodGroup.
         pdb: the back-off for the PodDisruptionBudget.
         deleted: by index, the last state of the pods that are gone and not replaced yet, and a monotonic time at which
@@ -77,7 +78,7 @@ class JobRecord:
     """
 
     key: str
-    body: Json
+    packed: Json
     creates: CreateBackoff = field(default_factory=CreateBackoff)
     pdb: CreateBackoff = field(default_factory=CreateBackoff)
     deleted: dict[int, tuple[Pod, float]] = field(default_factory=dict)
@@ -89,7 +90,12 @@ class JobRecord:
     @property
     def uid(self) -> str:
         """The job's UID."""
-        return str(self.body["metadata"]["uid"])
+        return str(self.packed["metadata"]["uid"])
+
+    @property
+    def body(self) -> Json:
+        """The job as last observed."""
+        return unpack_job(self.packed)
 
     @property
     def problems(self) -> tuple[str | None, ...]:

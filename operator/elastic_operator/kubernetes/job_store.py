@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
 import os
 import ssl
@@ -16,9 +17,12 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
+from cryptography import x509
+
 from elastic_operator.api.json_values import get_dict, get_str
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
 
@@ -44,11 +48,13 @@ class Credentials:
         authority: the CA certificate of the server; None for the system's.
         certificate: the client's certificate.
         key: the client's private key.
+        expiry: when the first of the certificates expires, in seconds since the epoch; None if unknown.
     """
 
     authority: str | None = None
     certificate: str | None = None
     key: str | None = None
+    expiry: float | None = None
     _files: list[int] = field(default_factory=list, repr=False)
 
     @classmethod
@@ -64,6 +70,7 @@ class Credentials:
             for attribute, key in (("authority", AUTHORITY), ("certificate", CERTIFICATE), ("key", KEY)):
                 if encoded := get_dict(secret, "data").get(key):
                     setattr(credentials, attribute, credentials._file(str(encoded), key, name))
+            credentials.expiry = _expiry(secret)
             credentials._check(f"the Secret {name}, which spec.etcd.tlsSecret names,")
         except BaseException:
             credentials.close()
@@ -108,6 +115,16 @@ class Credentials:
             raise StoreRefused(f"{secret} has {problem}") from None
 
 
+def _expiry(secret: Json) -> float | None:
+    """Return when the first certificate of a Secret expires; None if it has none that can be parsed."""
+    found: list[float] = []
+    for name in (AUTHORITY, CERTIFICATE):
+        with contextlib.suppress(ValueError):
+            pem = base64.b64decode(get_str(secret, "data", name))
+            found += (each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(pem))
+    return min(found, default=None)
+
+
 logger: Final = logging.getLogger(__name__)
 
 WRITE_TIMEOUT: Final = 1.0
@@ -149,8 +166,10 @@ class JobStores:
     Args:
         changed: called with a job's key when something in its etcd has changed.
         secret_namespaces: the namespaces in which the operator may read Secrets.
+        endpoints: the endpoints of external etcds that may be used; by default, as without entries.
         timeout: seconds before an unreachable external etcd is reported.
         managed_timeout: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
+        expiry_interval: seconds between reads of the Secrets for the expiry of their certificates.
     """
 
     def __init__(
@@ -159,24 +178,30 @@ class JobStores:
         changed: Callable[[str], None],
         *,
         secret_namespaces: Collection[str] = (),
+        endpoints: EtcdEndpoints | None = None,
         timeout: float = 3.0,
         managed_timeout: float = 60.0,
+        expiry_interval: float = 3600.0,
     ) -> None:
         self._api = api
         self._on_change = changed
         self._secret_namespaces = frozenset(secret_namespaces)
+        self._endpoints = endpoints or EtcdEndpoints()
         self._timeout = timeout
         self._managed_timeout = managed_timeout
+        self._expiry_interval = expiry_interval
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
+        self._reads = self._tasks.create_task(self._read_expiries())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._reads.cancel()
         for followed in self._followed.values():
             if followed.task is not None:
                 followed.task.cancel()
@@ -192,6 +217,11 @@ class JobStores:
         """Return why a job's etcd has been unreachable for a while; None if it has not."""
         followed = self._followed.get(uid)
         return None if followed is None else followed.error
+
+    def expiries(self) -> dict[str, float]:
+        """Return, by the job's key, when the first certificate in its Secret expires, in seconds since the epoch."""
+        found = ((each.key, each.credentials.expiry) for each in self._followed.values())
+        return {key: expiry for key, expiry in found if expiry is not None}
 
     def follow(
         self, uid: str, key: str, endpoint: str, *, external: bool, available: bool, secret: str | None = None
@@ -292,12 +322,28 @@ class JobStores:
     async def _settings(self, followed: _Followed) -> StoreSettings:
         """Return the settings of the connection, with the current credentials."""
         settings = store_at(followed.endpoint)
+        if followed.external:
+            settings = replace(settings, open_socket=self._endpoints.socket_for(settings.endpoints))
         if followed.secret is None:
             return settings
         read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
         followed.credentials.close()
         followed.credentials = read
         return replace(settings, ca_cert=read.authority, cert=read.certificate, key=read.key)
+
+    async def _read_expiries(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._expiry_interval)
+            for followed in list(self._followed.values()):
+                if followed.secret is None:
+                    continue
+                try:
+                    read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
+                except StoreError as error:
+                    logger.debug("%s: the expiry of its certificates is unknown: %s", followed.key, error)
+                else:
+                    followed.credentials.expiry = read.expiry
+                    read.close()
 
     def _changed(self, followed: _Followed) -> None:
         if followed.mirror.readable:
@@ -314,7 +360,8 @@ class JobStores:
         if followed.away_since is None:
             followed.away_since = now
         if followed.error is None:
-            due = now - followed.away_since >= (self._timeout if followed.external else self._managed_timeout)
+            timeout = self._timeout if followed.external else self._managed_timeout
+            due = followed.mirror.paused or now - followed.away_since >= timeout
         else:
             due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
         (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -62,6 +63,7 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
     return OperatorSettings(
         namespaces=tuple(dict.fromkeys(given.namespace)),
         etcd_secrets_namespaces=tuple(dict.fromkeys(given.etcd_secrets_namespace)),
+        etcd_endpoints=tuple(dict.fromkeys(given.etcd_endpoints)),
         pods=PodSettings(etcd_image=given.etcd_image, agent_metrics_port=given.agent_metrics_port),
         listen=given.listen,
         leader_elect=given.leader_elect,
@@ -106,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
         type=_namespace,
         metavar="NS",
         help="read the Secrets that jobs of this namespace name in spec.etcd.tlsSecret; may be repeated",
+    )
+    jobs.add_argument(
+        "--etcd-endpoints",
+        action="append",
+        default=[],
+        type=_endpoints,
+        metavar="CIDR|SUFFIX",
+        help="use an etcd of spec.etcd.endpoint only at addresses in this range, or with names that end so; may be "
+        "repeated (default: all but loopback, link-local and metadata addresses)",
     )
     jobs.add_argument(
         "--agent-metrics-port",
@@ -157,6 +168,18 @@ def _namespace(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a valid namespace: at most 63 lowercase letters, digits and dashes"
         )
+    return text
+
+
+def _endpoints(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        if "/" in text or not re.search("[a-z]", text):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a range of addresses, such as 10.0.0.0/8: write its first address and its length"
+            ) from None
+        _name(text.removeprefix("."))
     return text
 
 

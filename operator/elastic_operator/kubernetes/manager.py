@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.http_server import http_server
 from elastic_operator.kubernetes.informer import Informer
@@ -23,6 +24,7 @@ from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Mapping
 
     from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Pod
@@ -80,7 +82,12 @@ class Manager:
         settings = self._settings
         async with (
             Writer(self._api, self._cache, settings.identity, self._metrics.created) as writer,
-            JobStores(self._api, self._on_change, secret_namespaces=settings.etcd_secrets_namespaces) as stores,
+            JobStores(
+                self._api,
+                self._on_change,
+                secret_namespaces=settings.etcd_secrets_namespaces,
+                endpoints=EtcdEndpoints(settings.etcd_endpoints),
+            ) as stores,
         ):
             self._backend = KubernetesBackend(
                 api=self._api,
@@ -124,7 +131,11 @@ class Manager:
         for resource in (ELASTIC_JOBS, PODS):
             count = functools.partial(cache.count, resource)
             metrics.gauge(f"elastic_operator_{resource.plural}", f"Known {resource.kind} objects.", count)
-        metrics.registry.register(JobCollector(lambda: filter(None, map(cache.job, cache.keys)), self._is_leader))
+        jobs = JobCollector(lambda: filter(None, map(cache.job, cache.keys)), self._is_leader, self._expiries)
+        metrics.registry.register(jobs)
+
+    def _expiries(self) -> Mapping[str, float]:
+        return {} if self._backend is None else self._backend.stores.expiries()
 
     def _is_leader(self) -> bool:
         return self._reconciler is not None

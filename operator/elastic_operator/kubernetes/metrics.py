@@ -57,6 +57,9 @@ _JOB_FAMILIES: Final = {
     "restarts": ("Restarts by cause: worker_failed and uncharged of workers, pod_failed of pods.", "cause"),
     "max_restarts": ("Maximum number of restarts of a job with the cause worker_failed.",),
     "backoff_limit": ("Maximum number of restarts of a job with the cause pod_failed.",),
+    "etcd_certificate_expiry_timestamp_seconds": (
+        "When the first of the certificates in a job's spec.etcd.tlsSecret expires, in seconds since the epoch.",
+    ),
 }
 """The metrics of a job: the help text by name, and an additional label if there is one."""
 
@@ -64,9 +67,15 @@ _JOB_FAMILIES: Final = {
 class JobCollector(Collector):
     """Exports the number of jobs by condition. Only the leader exports metrics of jobs, so that sums are correct."""
 
-    def __init__(self, bodies: Callable[[], Iterable[Json]], is_leader: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        bodies: Callable[[], Iterable[Json]],
+        is_leader: Callable[[], bool],
+        expiries: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self._bodies = bodies
         self._is_leader = is_leader
+        self._expiries = expiries
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
@@ -89,6 +98,8 @@ class JobCollector(Collector):
         for name, labels, value in (each for body in jobs if self._is_leader() for each in _series(body)):
             if value is not None:
                 families[name].add_metric(labels, value)
+        for key, expiry in self._expiries().items():
+            families["etcd_certificate_expiry_timestamp_seconds"].add_metric(key.split("/"), expiry)
         yield from families.values()
 
 

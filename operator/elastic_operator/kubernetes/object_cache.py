@@ -1,5 +1,7 @@
 """The operator's cache of objects: plain JSON, trimmed, indexed by UID and by owning job.
 
+Jobs are kept as text, because a template takes up to twenty times as much memory as Python objects.
+
 Lists, watches and the operator's own writes feed the cache in any order. An older version never overwrites a newer one.
 A tombstone remembers the version at which an object was deleted, so that a late update does not restore the object.
 
@@ -9,6 +11,7 @@ Kubernetes guarantees since 1.35 that resource versions can be compared as numbe
 from __future__ import annotations
 
 import collections
+import json
 import math
 import time
 from dataclasses import dataclass
@@ -59,7 +62,8 @@ class ObjectCache:
         """Return the job with this key, ``namespace/name``; the later one if two have it."""
         namespace, _, name = key.partition("/")
         jobs = self._by_owner[ELASTIC_JOBS].get((namespace, name), {})
-        return max(jobs.values(), key=version_of, default=None)
+        packed = max(jobs.values(), key=version_of, default=None)
+        return None if packed is None else unpack_job(packed)
 
     def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
         """Return the objects of a kind that a job owns.
@@ -174,6 +178,19 @@ def owner_of(body: Json) -> Json | None:
     return None
 
 
+def pack_job(body: Json) -> Json:
+    """Return a job with its metadata, and everything else as text."""
+    return {
+        "metadata": body["metadata"],
+        "text": json.dumps({name: value for name, value in body.items() if name != "metadata"}),
+    }
+
+
+def unpack_job(packed: Json) -> Json:
+    """Return the job that :func:`pack_job` has packed."""
+    return {"metadata": packed["metadata"], **json.loads(packed["text"])}
+
+
 def _owner_key(resource: Resource, body: Json) -> tuple[str, str] | None:
     namespace, owner = body["metadata"].get("namespace", ""), owner_of(body)
     if resource == ELASTIC_JOBS:
@@ -184,6 +201,8 @@ def _owner_key(resource: Resource, body: Json) -> tuple[str, str] | None:
 def _trimmed(resource: Resource, body: Json) -> Json:
     """Return the object without the parts that take most memory; a pod's state is kept as a :class:`Pod`."""
     metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    if resource == ELASTIC_JOBS:
+        return pack_job({**body, "metadata": metadata})
     if resource != PODS:
         return {**body, "metadata": metadata}
     fields = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")

@@ -14,6 +14,8 @@ class OperatorSettings:
     Attributes:
         namespaces: the namespaces of the jobs; empty for all.
         etcd_secrets_namespaces: the namespaces in which the operator may read Secrets with credentials for etcd.
+        etcd_endpoints: the allowed endpoints of etcds that jobs name; see
+            :class:`~elastic_operator.kubernetes.etcd_endpoints.EtcdEndpoints`.
         pods: defaults for the pods of all jobs.
         listen: the host and the port of /healthz, /readyz and /metrics; without a host, all addresses.
         leader_elect: whether this copy acts only while it holds the lease, so that several copies may run.
@@ -28,6 +30,7 @@ class OperatorSettings:
 
     namespaces: tuple[str, ...] = ()
     etcd_secrets_namespaces: tuple[str, ...] = ()
+    etcd_endpoints: tuple[str, ...] = ()
     pods: PodSettings = field(default_factory=PodSettings)
     listen: tuple[str, int] = ("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
     leader_elect: bool = True

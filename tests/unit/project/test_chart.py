@@ -141,6 +141,7 @@ def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
     assert settings == OperatorSettings(
         namespaces=("team",),
         etcd_secrets_namespaces=("team",),
+        etcd_endpoints=("team",),
         pods=PodSettings(etcd_image="etcd:1", agent_metrics_port=9000),
         leader_elect=True,
         lease_namespace="team",

@@ -33,12 +33,14 @@ def test_every_flag_becomes_a_setting() -> None:
             "--listen=[::1]:9", "--no-leader-elect", "--lease-namespace=c", "--lease-name=d", "--kubeconfig=/e",
             "--context=f", "--log-format=json", "--log-level=warning", "--etcd-secrets-namespace=g",
             "--etcd-secrets-namespace=h", "--etcd-secrets-namespace=g",
+            "--etcd-endpoints=10.0.0.0/8", "--etcd-endpoints=.svc",
         ],
         IN_A_POD,
     )  # fmt: skip
     assert settings == OperatorSettings(
         namespaces=("a", "b"),
         etcd_secrets_namespaces=("g", "h"),
+        etcd_endpoints=("10.0.0.0/8", ".svc"),
         pods=PodSettings(etcd_image="my/etcd:1", agent_metrics_port=0),
         listen=("::1", 9),
         leader_elect=False,

@@ -190,3 +190,11 @@ def test_jobs_of_another_controller_and_jobs_on_a_standby_have_no_series() -> No
     page = metrics.page("")[0].decode()
     assert 'elasticjob="digits"' not in page
     assert 'elastic_operator_jobs{condition="Running"} 1.0' in page
+
+
+def test_the_expiry_of_the_certificates_for_etcd_is_exported() -> None:
+    metrics = OperatorMetrics()
+    metrics.registry.register(JobCollector(list, lambda: True, lambda: {"team/digits": 1.8e9}))
+    labels = {"job_namespace": "team", "elasticjob": "digits"}
+    series = "elastic_operator_job_etcd_certificate_expiry_timestamp_seconds"
+    assert metrics.registry.get_sample_value(series, labels) == 1.8e9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -148,3 +150,19 @@ def test_changes_in_any_order_have_the_same_result(history: list[tuple[int, int]
 
 def uid_of(job: Any) -> str:
     return str(job["metadata"]["uid"])
+
+
+def test_the_largest_jobs_take_little_more_memory_than_their_text(recording: RecordingCache) -> None:
+    template = {"spec": {f"field{number}": {"a": {}} for number in range(10_000)}}
+    tracemalloc.start()
+    for number in range(20):
+        body = a_job(uid=f"uid-{number}", name=f"job-{number}")
+        text = json.dumps({**body, "spec": {"template": template}, "status": {"appliedSpec": {"template": template}}})
+        recording.cache.put(ELASTIC_JOBS, json.loads(text))
+    del body
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 20 * len(text) * 1.5
+    job = recording.cache.job("team/job-7")
+    assert job is not None
+    assert job["spec"]["template"] == template
