@@ -15,13 +15,14 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.api.constants import LABEL_ROLE, ROLE_WORKER, worker_selector
+from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, worker_selector
 from elastic_operator.kubernetes.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     EVENTS,
+    NETWORK_POLICIES,
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
     SERVICES,
@@ -311,6 +312,7 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
     (): {
         f"{POD} metadata annotations": SCRAPED,
         f"{POD} spec affinity": None,
+        "NetworkPolicy spec ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}],
         **dict.fromkeys(("PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"), None),
     },
     (
@@ -363,6 +365,19 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         "ServiceMonitor spec endpoints": [{"port": "metrics", "interval": "15s"}],
         "Service spec ports": [{"name": "metrics", "port": 8080, "targetPort": "metrics"}],
         f"{CONTAINER} ports": [{"name": "metrics", "containerPort": 8080}],
+    },
+    ("--set=networkPolicies.metricsNamespaces={prom}",): {
+        "NetworkPolicy spec podSelector matchLabels": {
+            "app.kubernetes.io/name": RELEASE,
+            "app.kubernetes.io/instance": RELEASE,
+        },
+        "NetworkPolicy spec ingress 0 ports": [{"port": 8080, "protocol": "TCP"}],
+        "NetworkPolicy spec ingress 0 from 0 namespaceSelector matchLabels": {"kubernetes.io/metadata.name": "prom"},
+        f"{CONTAINER} args": {"--metrics-namespace=prom"},
+    },
+    ("--set=networkPolicies.enabled=false",): {
+        "NetworkPolicy": None,
+        f"{CONTAINER} args": {"--no-network-policies"},
     },
     (MONITORS, "--set=namespaces={one,two}"): {"PodMonitor spec namespaceSelector": {"matchNames": ["one", "two"]}},
     (
@@ -602,6 +617,11 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     await ns.wait_for(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
 
     await ns.wait_for(DISRUPTION_BUDGETS, lambda found: "rounds-workers" in found)
+    found = await ns.wait_for(NETWORK_POLICIES, lambda found: "rounds-ingress" in found)
+    rules = found["rounds-ingress"]["spec"]["ingress"]
+    assert ["from" in rule for rule in rules] == [True, False, False], "the operator of this test runs in no pod"
+    await ns.api.patch(NETWORK_POLICIES, ns.name, "rounds-ingress", {"spec": {"ingress": [{}]}})
+    await ns.wait_for(NETWORK_POLICIES, lambda found: found["rounds-ingress"]["spec"]["ingress"] == rules)
     await ns.change("rounds", minReplicas=2)
     await ns.wait_for(DISRUPTION_BUDGETS, lambda found: found["rounds-workers"]["spec"]["minAvailable"] == 2)
     await ns.change("rounds", minReplicas=1)
@@ -614,7 +634,7 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     assert "scaled from 2 to 1 pod" in description
 
     await ns.report_ended(left, 0)
-    for kind in (DISRUPTION_BUDGETS, DEPLOYMENTS, SERVICES):
+    for kind in (DISRUPTION_BUDGETS, NETWORK_POLICIES, DEPLOYMENTS, SERVICES):
         await ns.wait_for(kind, lambda found: not any(name.startswith("rounds") for name in found))
     await helm.kubectl("delete", "elasticjob/rounds")
 
@@ -717,4 +737,4 @@ async def test_the_documented_network_policies_are_valid(helm: Helm) -> None:
     [policies] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     result = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=policies)
     assert result.stdout.count("created (server dry run)") == 2
-    assert {LABEL_ROLE, "app.kubernetes.io/name"} == set(re.findall(r"[{](?!kubernetes)([\w./]+): ", policies))
+    assert {LABEL_ROLE, LABEL_JOB} == set(re.findall(r"[{](?!kubernetes)([\w./]+): ", policies))

@@ -39,10 +39,16 @@ class PodSettings:
         etcd_image: the image of the etcd that is created for a job; it has ``etcd`` on its PATH.
         agent_metrics_port: the port of the agents' /metrics; 0 for any free port, which is then annotated on the pod.
             Pods on the host's network use any free port.
+        network_policies: whether each job gets a NetworkPolicy.
+        metrics_namespaces: the namespaces whose pods may read the metrics of jobs; empty if everyone may.
+        operator_namespace: the namespace of the operator's pods; None if the operator runs in no pod.
     """
 
     etcd_image: str = ETCD_IMAGE
     agent_metrics_port: int = AGENT_METRICS_PORT
+    network_policies: bool = True
+    metrics_namespaces: tuple[str, ...] = ()
+    operator_namespace: str | None = None
 
 
 def owner_reference(job: Job) -> dict[str, Any]:

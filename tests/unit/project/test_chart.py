@@ -141,7 +141,9 @@ def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
     assert settings == OperatorSettings(
         namespaces=("team",),
         etcd_secrets_namespaces=("team",),
-        pods=PodSettings(etcd_image="etcd:1", agent_metrics_port=9000),
+        pods=PodSettings(
+            etcd_image="etcd:1", agent_metrics_port=9000, network_policies=False, metrics_namespaces=("team",)
+        ),
         leader_elect=True,
         lease_namespace="team",
         lease_name="team",
@@ -183,6 +185,7 @@ def test_the_rbac_rules_are_minimal() -> None:
         ("", "services"): owned,
         ("apps", "deployments"): owned,
         ("policy", "poddisruptionbudgets"): owned | {"patch"},
+        ("networking.k8s.io", "networkpolicies"): owned | {"patch"},
         ("scheduling.x-k8s.io", "podgroups"): {"list", "create", "patch", "delete"},
         ("scheduling.volcano.sh", "podgroups"): {"list", "create", "patch", "delete"},
         ("", "configmaps"): {"get", "create", "patch"},
