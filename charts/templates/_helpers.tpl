@@ -21,6 +21,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end -}}
 
+{{/* The labels of the objects of `helm test`; the deployment does not select them. */}}
+{{- define "elastic-operator.testLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-test
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end -}}
+
 {{/* The operator's image. The tag of a development version is dev. */}}
 {{- define "elastic-operator.image" -}}
 {{- $version := ternary "dev" .Chart.AppVersion (contains "dev" .Chart.AppVersion) -}}

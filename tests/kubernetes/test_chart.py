@@ -234,8 +234,8 @@ def own_chart(tmp_path: Path) -> Path:
 
 
 async def rendered(helm: Helm, *words: str, chart: Path = CHART) -> list[dict[str, Any]]:
-    """Return all objects that the chart renders."""
-    text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", *words)).stdout
+    """Return all objects that the chart renders, without those of `helm test`."""
+    text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", "--no-hooks", *words)).stdout
     return [found for found in yaml.safe_load_all(text) if found]
 
 
@@ -313,7 +313,10 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         f"{POD} metadata annotations": SCRAPED,
         f"{POD} spec affinity": None,
         "NetworkPolicy spec ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}],
-        **dict.fromkeys(("PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"), None),
+        f"{POD} spec topologySpreadConstraints": None,
+        **dict.fromkeys(
+            ("PodDisruptionBudget", "PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"), None
+        ),
     },
     (
         "--set=image.repository=registry.example.org/operator,image.tag=1.2,image.pullPolicy=Always,etcd.image=etcd:1",
@@ -330,6 +333,8 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         f"{POD} metadata annotations": {"e": "f", **SCRAPED},
         f"{POD} metadata labels c": "d",
         f"{POD} spec affinity podAntiAffinity {AFFINITY} 0 podAffinityTerm topologyKey": "kubernetes.io/hostname",
+        f"{POD} spec topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
+        "PodDisruptionBudget spec maxUnavailable": 1,
         f"{POD} spec serviceAccountName": "me",
         f"{POD} spec imagePullSecrets": [{"name": "key"}],
         f"{POD} spec securityContext runAsUser": 1000650000,
@@ -366,6 +371,7 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         "Service spec ports": [{"name": "metrics", "port": 8080, "targetPort": "metrics"}],
         f"{CONTAINER} ports": [{"name": "metrics", "containerPort": 8080}],
     },
+    ("--set=topologySpreadConstraints[0].maxSkew=2",): {f"{POD} spec topologySpreadConstraints": [{"maxSkew": 2}]},
     ("--set=networkPolicies.metricsNamespaces={prom}",): {
         "NetworkPolicy spec podSelector matchLabels": {
             "app.kubernetes.io/name": RELEASE,
@@ -429,9 +435,9 @@ async def test_service_names_stay_within_the_limit(helm: Helm) -> None:
     release = "team-a" * 8 + "-long"
     words = ("template", release, str(CHART), "--kube-version=1.30.0", "--set=monitoring.monitors.enabled=true")
     objects = [found for found in yaml.safe_load_all((await helm(*words)).stdout) if found]
-    [service] = of_kind(objects, "Service")
-    assert len(service["metadata"]["name"]) <= 63
-    assert service["metadata"]["name"].endswith("-metrics")
+    names = sorted(service["metadata"]["name"] for service in of_kind(objects, "Service"))
+    assert [name.rpartition("-")[2] for name in names] == ["metrics", "test"]
+    assert max(map(len, names)) <= 63
 
 
 async def test_the_charts_alerts_match_the_file_and_link_to_the_given_runbooks(helm: Helm) -> None:
@@ -508,6 +514,25 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     await helm("uninstall", RELEASE)
     await helm("install", "other", str(CHART), "--take-ownership")
     assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
+
+
+async def test_the_pod_of_helm_test_is_admitted_and_reaches_the_operator(helm: Helm) -> None:
+    metrics = "--set=networkPolicies.metricsNamespaces={monitoring}"
+    words = ("template", RELEASE, str(CHART), "--kube-version=1.30.0", metrics)
+    objects = [found for found in yaml.safe_load_all((await helm(*words)).stdout) if found]
+    [pod], [service], [policy], [deployment] = (
+        of_kind(objects, kind) for kind in ("Pod", "Service", "NetworkPolicy", "Deployment")
+    )
+    operators = deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert service["spec"]["selector"].items() <= operators
+    assert not service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    sources = [each["podSelector"] for each in policy["spec"]["ingress"][0]["from"] if "podSelector" in each]
+    assert sources == [{"matchLabels": pod["metadata"]["labels"]}]
+    [container] = pod["spec"]["containers"]
+    assert container["image"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    for each in (pod, service):
+        applied = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(each))
+        assert (applied.stdout.endswith("created (server dry run)\n"), applied.stderr) == (True, "")
 
 
 async def test_an_upgrade_installs_the_new_crd_and_an_uninstall_removes_it_if_requested(

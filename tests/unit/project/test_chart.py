@@ -194,7 +194,7 @@ def test_the_rbac_rules_are_minimal() -> None:
 
 
 def test_no_rbac_rule_has_a_wildcard() -> None:
-    texts = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
+    texts = "\n".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
     assert not re.search(r"""["'\[ ]\*["'\] ,]""", re.sub(r"/\*.*?\*/", "", texts, flags=re.DOTALL))
 
 
