@@ -21,6 +21,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end -}}
 
+{{/* The labels of the objects of `helm test`; the deployment does not select them. */}}
+{{- define "elastic-operator.testLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-test
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end -}}
+
 {{/* The operator's image. The tag of a development version is dev. */}}
 {{- define "elastic-operator.image" -}}
 {{- $version := ternary "dev" .Chart.AppVersion (contains "dev" .Chart.AppVersion) -}}
@@ -66,6 +72,10 @@ The operator's rights in the namespaces that it manages.
 # The disruption budget of a job that requests one.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
+  verbs: [list, watch, create, patch, delete]
+# The NetworkPolicy of each job.
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
   verbs: [list, watch, create, patch, delete]
 # The PodGroup of a job with gang scheduling.
 - apiGroups: [scheduling.x-k8s.io, scheduling.volcano.sh]

@@ -15,13 +15,14 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from elastic_operator.api.constants import LABEL_ROLE, ROLE_WORKER, worker_selector
+from elastic_operator.api.constants import LABEL_JOB, LABEL_ROLE, ROLE_WORKER, worker_selector
 from elastic_operator.kubernetes.client import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     EVENTS,
+    NETWORK_POLICIES,
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
     SERVICES,
@@ -233,8 +234,8 @@ def own_chart(tmp_path: Path) -> Path:
 
 
 async def rendered(helm: Helm, *words: str, chart: Path = CHART) -> list[dict[str, Any]]:
-    """Return all objects that the chart renders."""
-    text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", *words)).stdout
+    """Return all objects that the chart renders, without those of `helm test`."""
+    text = (await helm("template", RELEASE, str(chart), "--kube-version=1.30.0", "--no-hooks", *words)).stdout
     return [found for found in yaml.safe_load_all(text) if found]
 
 
@@ -311,7 +312,11 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
     (): {
         f"{POD} metadata annotations": SCRAPED,
         f"{POD} spec affinity": None,
-        **dict.fromkeys(("PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"), None),
+        "NetworkPolicy spec ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}],
+        f"{POD} spec topologySpreadConstraints": None,
+        **dict.fromkeys(
+            ("PodDisruptionBudget", "PodMonitor", "ServiceMonitor", "PrometheusRule", "ConfigMap", "Service"), None
+        ),
     },
     (
         "--set=image.repository=registry.example.org/operator,image.tag=1.2,image.pullPolicy=Always,etcd.image=etcd:1",
@@ -328,6 +333,8 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         f"{POD} metadata annotations": {"e": "f", **SCRAPED},
         f"{POD} metadata labels c": "d",
         f"{POD} spec affinity podAntiAffinity {AFFINITY} 0 podAffinityTerm topologyKey": "kubernetes.io/hostname",
+        f"{POD} spec topologySpreadConstraints 0 topologyKey": "topology.kubernetes.io/zone",
+        "PodDisruptionBudget spec maxUnavailable": 1,
         f"{POD} spec serviceAccountName": "me",
         f"{POD} spec imagePullSecrets": [{"name": "key"}],
         f"{POD} spec securityContext runAsUser": 1000650000,
@@ -363,6 +370,20 @@ EFFECTS: dict[tuple[str, ...], dict[str, Any]] = {
         "ServiceMonitor spec endpoints": [{"port": "metrics", "interval": "15s"}],
         "Service spec ports": [{"name": "metrics", "port": 8080, "targetPort": "metrics"}],
         f"{CONTAINER} ports": [{"name": "metrics", "containerPort": 8080}],
+    },
+    ("--set=topologySpreadConstraints[0].maxSkew=2",): {f"{POD} spec topologySpreadConstraints": [{"maxSkew": 2}]},
+    ("--set=networkPolicies.metricsNamespaces={prom}",): {
+        "NetworkPolicy spec podSelector matchLabels": {
+            "app.kubernetes.io/name": RELEASE,
+            "app.kubernetes.io/instance": RELEASE,
+        },
+        "NetworkPolicy spec ingress 0 ports": [{"port": 8080, "protocol": "TCP"}],
+        "NetworkPolicy spec ingress 0 from 0 namespaceSelector matchLabels": {"kubernetes.io/metadata.name": "prom"},
+        f"{CONTAINER} args": {"--metrics-namespace=prom"},
+    },
+    ("--set=networkPolicies.enabled=false",): {
+        "NetworkPolicy": None,
+        f"{CONTAINER} args": {"--no-network-policies"},
     },
     (MONITORS, "--set=namespaces={one,two}"): {"PodMonitor spec namespaceSelector": {"matchNames": ["one", "two"]}},
     (
@@ -414,9 +435,9 @@ async def test_service_names_stay_within_the_limit(helm: Helm) -> None:
     release = "team-a" * 8 + "-long"
     words = ("template", release, str(CHART), "--kube-version=1.30.0", "--set=monitoring.monitors.enabled=true")
     objects = [found for found in yaml.safe_load_all((await helm(*words)).stdout) if found]
-    [service] = of_kind(objects, "Service")
-    assert len(service["metadata"]["name"]) <= 63
-    assert service["metadata"]["name"].endswith("-metrics")
+    names = sorted(service["metadata"]["name"] for service in of_kind(objects, "Service"))
+    assert [name.rpartition("-")[2] for name in names] == ["metrics", "test"]
+    assert max(map(len, names)) <= 63
 
 
 async def test_the_charts_alerts_match_the_file_and_link_to_the_given_runbooks(helm: Helm) -> None:
@@ -493,6 +514,25 @@ async def test_install_upgrade_uninstall_and_reinstall_work(helm: Helm) -> None:
     await helm("uninstall", RELEASE)
     await helm("install", "other", str(CHART), "--take-ownership")
     assert (await helm.get("elasticjob/digits"))["spec"]["replicas"] == 2
+
+
+async def test_the_pod_of_helm_test_is_admitted_and_reaches_the_operator(helm: Helm) -> None:
+    metrics = "--set=networkPolicies.metricsNamespaces={monitoring}"
+    words = ("template", RELEASE, str(CHART), "--kube-version=1.30.0", metrics)
+    objects = [found for found in yaml.safe_load_all((await helm(*words)).stdout) if found]
+    [pod], [service], [policy], [deployment] = (
+        of_kind(objects, kind) for kind in ("Pod", "Service", "NetworkPolicy", "Deployment")
+    )
+    operators = deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert service["spec"]["selector"].items() <= operators
+    assert not service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    sources = [each["podSelector"] for each in policy["spec"]["ingress"][0]["from"] if "podSelector" in each]
+    assert sources == [{"matchLabels": pod["metadata"]["labels"]}]
+    [container] = pod["spec"]["containers"]
+    assert container["image"] == deployment["spec"]["template"]["spec"]["containers"][0]["image"]
+    for each in (pod, service):
+        applied = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=yaml.safe_dump(each))
+        assert (applied.stdout.endswith("created (server dry run)\n"), applied.stderr) == (True, "")
 
 
 async def test_an_upgrade_installs_the_new_crd_and_an_uninstall_removes_it_if_requested(
@@ -603,6 +643,11 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     await ns.wait_for(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
 
     await ns.wait_for(DISRUPTION_BUDGETS, lambda found: "rounds-workers" in found)
+    found = await ns.wait_for(NETWORK_POLICIES, lambda found: "rounds-ingress" in found)
+    rules = found["rounds-ingress"]["spec"]["ingress"]
+    assert ["from" in rule for rule in rules] == [True, False, False], "the operator of this test runs in no pod"
+    await ns.api.patch(NETWORK_POLICIES, ns.name, "rounds-ingress", {"spec": {"ingress": [{}]}})
+    await ns.wait_for(NETWORK_POLICIES, lambda found: found["rounds-ingress"]["spec"]["ingress"] == rules)
     await ns.change("rounds", minReplicas=2)
     await ns.wait_for(DISRUPTION_BUDGETS, lambda found: found["rounds-workers"]["spec"]["minAvailable"] == 2)
     await ns.change("rounds", minReplicas=1)
@@ -615,7 +660,7 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     assert "scaled from 2 to 1 pod" in description
 
     await ns.report_ended(left, 0)
-    for kind in (DISRUPTION_BUDGETS, DEPLOYMENTS, SERVICES):
+    for kind in (DISRUPTION_BUDGETS, NETWORK_POLICIES, DEPLOYMENTS, SERVICES):
         await ns.wait_for(kind, lambda found: not any(name.startswith("rounds") for name in found))
     await helm.kubectl("delete", "elasticjob/rounds")
 
@@ -718,4 +763,4 @@ async def test_the_documented_network_policies_are_valid(helm: Helm) -> None:
     [policies] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     result = await helm.kubectl("apply", "--dry-run=server", "-f", "-", stdin=policies)
     assert result.stdout.count("created (server dry run)") == 2
-    assert {LABEL_ROLE, "app.kubernetes.io/name"} == set(re.findall(r"[{](?!kubernetes)([\w./]+): ", policies))
+    assert {LABEL_ROLE, LABEL_JOB} == set(re.findall(r"[{](?!kubernetes)([\w./]+): ", policies))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,3 +151,77 @@ async def test_a_job_of_the_first_controller_follows_its_file_until_its_replicas
     refused = await apply(ns, manifest, check=False)
     assert "is only the initial number" in " ".join(refused.stderr.split())
     assert OUT_OF_BOUNDS in await refusal(ns, "former", 5)
+
+
+# The policy that limits templates
+
+POLICY = REPOSITORY / "examples" / "policies" / "templates.yaml"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def limited(api: WatchingApi, cluster_with_crd: Cluster) -> AsyncIterator[OperatorNamespace]:
+    """A namespace in which the example of an admission policy is in force."""
+    await cluster_with_crd.kubectl("apply", f"--filename={POLICY}")
+    async with cluster_with_crd.namespace(**{"elastic.pytorch.org/limit-templates": "true"}) as name:
+        ns = OperatorNamespace(api, cluster_with_crd, name)
+        privileged = job("probe", template=template(hostNetwork=True))
+        async with asyncio.timeout(60):  # an API server uses a new policy some time later
+            while (await apply(ns, privileged, check=False)).returncode == 0:
+                await ns.kubectl("delete", "elasticjob/probe")
+        yield ns
+    await cluster_with_crd.kubectl("delete", f"--filename={POLICY}")
+
+
+def template(**pod: Any) -> dict[str, Any]:
+    return {"spec": pod}
+
+
+def container(**context: Any) -> dict[str, Any]:
+    return {"name": "worker", "securityContext": context}
+
+
+HOST_FILES = {"hostPath": {"path": "/"}}
+ORDINARY = template(
+    serviceAccountName="elasticjob",
+    hostNetwork=False,
+    volumes=[{"name": "scratch", "emptyDir": {}}],
+    containers=[container(privileged=False, capabilities={"drop": ["ALL"]})],
+)
+ARCHIVED = {"replicaSpecs": {"Worker": {"replicas": 1, "template": {"spec": {"containers": [], "hostPID": True}}}}}
+
+
+async def test_the_example_policy_accepts_ordinary_jobs(limited: OperatorNamespace) -> None:
+    for number, spec in enumerate(({}, {"template": ORDINARY}, {"checkpoint": {"volume": {"emptyDir": {}}}})):
+        await apply(limited, job(f"ordinary{number}", **spec))
+    refused = await apply(limited, job("ordinary0", template=template(hostIPC=True)), check=False)
+    assert "remove hostNetwork, hostPID and hostIPC" in refused.stderr, "a change is checked, too"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"template": template(volumes=[{"name": "root", **HOST_FILES}])}, "replace hostPath"),
+        ({"checkpoint": {"volume": HOST_FILES}}, "replace hostPath"),
+        ({"template": template(containers=[container(privileged=True)])}, "remove securityContext.privileged"),
+        ({"template": template(initContainers=[container(privileged=True)])}, "remove securityContext.privileged"),
+        (
+            {"template": template(containers=[container(capabilities={"add": ["SYS_ADMIN"]})])},
+            "remove securityContext.capabilities.add",
+        ),
+        ({"template": template(hostNetwork=True)}, "remove hostNetwork, hostPID and hostIPC"),
+        ({"template": template(serviceAccountName="admin")}, "change serviceAccountName"),
+        ({"template": template(serviceAccount="admin")}, "change serviceAccountName"),
+        (ARCHIVED, "remove hostNetwork, hostPID and hostIPC"),
+    ],
+)
+async def test_the_example_policy_refuses_a_template_that_reaches_beyond_its_namespace(
+    limited: OperatorNamespace, spec: dict[str, Any], words: str
+) -> None:
+    manifest = job("reaches", **spec)
+    if "replicaSpecs" in spec:
+        for field in ("image", "args"):
+            manifest["spec"].pop(field, None)
+    refused = await apply(limited, manifest, check=False)
+    assert refused.returncode != 0
+    assert "ValidatingAdmissionPolicy 'elasticjob-templates'" in refused.stderr
+    assert words in refused.stderr

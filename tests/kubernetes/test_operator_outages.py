@@ -29,10 +29,10 @@ _JOBS = "elasticjobs.elastic.pytorch.org"
 RIGHTS = {
     "looks": (
         "--verb=list,watch",
-        f"--resource={_JOBS},pods,services,deployments.apps,poddisruptionbudgets.policy",
+        f"--resource={_JOBS},pods,services,deployments.apps,poddisruptionbudgets.policy,networkpolicies.networking.k8s.io",
     ),
     "tells": ("--verb=create,update,patch", f"--resource={_JOBS}/status,{_JOBS}/scale,events"),
-    "creates": ("--verb=create", "--resource=pods"),
+    "creates": ("--verb=create", "--resource=pods,networkpolicies.networking.k8s.io"),
 }
 """Roles with some permissions of an operator, as arguments of ``kubectl create role``."""
 

@@ -1,4 +1,4 @@
-"""PodGroups, disruption budgets and the time to live of jobs on a real API server.
+"""PodGroups, disruption budgets, network policies and the time to live of jobs on a real API server.
 
 No gang scheduler runs in these tests: the cluster has only the CRDs, with the fields that the operator writes.
 """
@@ -13,6 +13,7 @@ import pytest
 from elastic_operator.kubernetes.client import (
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
+    NETWORK_POLICIES,
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
     VOLCANO_GROUPS,
@@ -105,6 +106,23 @@ async def test_a_disruption_budget_keeps_the_minimum_while_it_is_requested_and_u
     await ns.wait_for(DISRUPTION_BUDGETS, lambda found: found["digits-workers"]["spec"]["minAvailable"] == 1)
     await ns.change(disruptionBudget=False)
     await ns.wait_for(DISRUPTION_BUDGETS, lambda found: not found)
+
+
+async def test_the_network_policy_of_a_job_selects_its_pods_and_no_others_while_it_is_not_suspended(
+    ns: OperatorNamespace,
+) -> None:
+    for name in ("digits", "letters"):
+        await ns.apply(name)
+        await ns.wait_for_pods(3, name)
+    policies = await ns.wait_for(NETWORK_POLICIES, lambda found: {"digits-ingress", "letters-ingress"} <= found.keys())
+    pods = await ns.wait_for(PODS, lambda found: len(found) == 8)  # three workers and an etcd of each job
+    for name in ("digits", "letters"):
+        selector = policies[f"{name}-ingress"]["spec"]["podSelector"]["matchLabels"]
+        labels = ",".join(f"{key}={value}" for key, value in selector.items())
+        selected = (await ns.kubectl("get", "pods", f"--selector={labels}", "--output=name")).stdout.split()
+        assert sorted(selected) == sorted(f"pod/{pod}" for pod in pods if pod.startswith(f"{name}-"))
+    await ns.change(suspend=True)
+    await ns.wait_for(NETWORK_POLICIES, lambda found: [*found] == ["letters-ingress"])
 
 
 async def evict(ns: OperatorNamespace, pod: str) -> None:

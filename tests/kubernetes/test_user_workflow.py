@@ -11,12 +11,20 @@ import yaml
 from tests.support.cluster_user import AGENT, ROOT, job
 
 if TYPE_CHECKING:
+    from testbed.node import Node
     from tests.support.cluster_user import User
 
 pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 RELEASE = "elastic-operator"
 SYSTEM = "elastic-system"
+
+
+async def test_helm_test_asks_the_installed_operator(installed: Node) -> None:
+    tested = await installed.run("helm", "test", RELEASE, "--namespace", SYSTEM, timeout=120)
+    assert re.search(r"Phase: +Succeeded", tested.stdout)
+    left = await installed.kubectl("--namespace", SYSTEM, "get", "pods,services", "--output=name")
+    assert "-test" not in left.stdout
 
 
 async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> None:

@@ -18,6 +18,7 @@ from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
+    NETWORK_POLICIES,
     PODS,
     SERVICES,
     Resource,
@@ -33,7 +34,7 @@ Fault = tuple[int, str, str]
 """HTTP status, reason, and message."""
 
 
-WATCHED: Sequence[Resource] = (PODS, SERVICES, DEPLOYMENTS, DISRUPTION_BUDGETS, ELASTIC_JOBS)
+WATCHED: Sequence[Resource] = (PODS, SERVICES, DEPLOYMENTS, DISRUPTION_BUDGETS, NETWORK_POLICIES, ELASTIC_JOBS)
 """The kinds that the operator watches."""
 
 _NAMESPACES = Resource("", "v1", "namespaces", "Namespace")

@@ -20,6 +20,7 @@ from elastic_operator.kubernetes.client import (
     DEPLOYMENTS,
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
+    NETWORK_POLICIES,
     PODS,
     SERVICES,
 )
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tests.support.etcd import EtcdServer
     from torchelastic.store.api import Store
 
-_OWNED_KINDS: Final = (DEPLOYMENTS, SERVICES, DISRUPTION_BUDGETS)
+_OWNED_KINDS: Final = (DEPLOYMENTS, SERVICES, DISRUPTION_BUDGETS, NETWORK_POLICIES)
 _KINDS: Final = (ELASTIC_JOBS, PODS, *_OWNED_KINDS)
 _POD_NAME: Final = re.compile(r"\b([a-z]+-\d+)-[b-z2-9]{5}\b")
 _TIMES: Final = ("startTime", "activeSince", "completionTime")

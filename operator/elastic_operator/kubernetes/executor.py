@@ -21,6 +21,7 @@ from elastic_operator.kubernetes.object_cache import ObjectCache, managed_etcd
 from elastic_operator.kubernetes.pod_status import MAX_PORT
 from elastic_operator.kubernetes.writer import Blocked, Rejected, Writer, raise_worst
 from elastic_operator.resources import owned_objects as owned
+from elastic_operator.resources.network_policy import network_policy
 from elastic_operator.resources.worker_pod import worker_pod
 from torchelastic.errors import StoreError
 
@@ -128,7 +129,10 @@ class Executor:
 
         creates, left = record.creates, False
         waits = creates.wait > 0
-        endpoint = await attempt(self._ensure_etcd(job, plan, record, report_error), None)
+        endpoint, has_policy = await asyncio.gather(
+            attempt(self._ensure_etcd(job, plan, record, report_error), None),
+            attempt(self._ensure_network_policy(job, plan, record), False),
+        )
         has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
         incomplete = bool(errors)
         await attempt(self._ensure_pdb(job, plan, record), None)
@@ -136,7 +140,7 @@ class Executor:
             await attempt(self.stores.write_size(job.uid, plan.size), None)
         deletes = [self.writer.delete(client.PODS, job.namespace, pod.name, pod.uid) for pod in plan.remove]
         await asyncio.gather(*(attempt(delete, None) for delete in deletes))
-        if endpoint is not None and has_group and plan.create:
+        if endpoint is not None and has_policy and has_group and plan.create:
             if not waits:
                 left = await attempt(self._create_pods(job, plan.create, endpoint, record), False)
         elif not incomplete and not waits and creates.rejected is None:
@@ -191,6 +195,19 @@ class Executor:
                 f"the address {known}, which the pods of this job use for their etcd, now belongs to another Service: "
                 f"delete these pods, so that new pods use another address ({error})"
             ) from None
+
+    async def _ensure_network_policy(self, job: Job, plan: Plan, record: JobRecord) -> bool:
+        """Create, change or delete the job's NetworkPolicy; return whether pods may be created."""
+        if job.deleting or record.creates.rejected is not None:
+            return False
+        wanted = network_policy(job, self.settings) if plan.etcd else None
+        if wanted is None:
+            await self._delete_owned(client.NETWORK_POLICIES, job)
+        elif record.creates.wait > 0:
+            return False
+        else:
+            await self._ensure(client.NETWORK_POLICIES, job, wanted)
+        return True
 
     async def _ensure_pod_group(self, job: Job, plan: Plan, record: JobRecord) -> bool:
         """Create, change or delete the job's PodGroup; return whether pods may be created."""

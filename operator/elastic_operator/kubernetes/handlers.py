@@ -43,6 +43,7 @@ async def stop(memo: KopfSession, **_: object) -> None:
 @kopf.on.event("", "v1", "services", registry=registry)
 @kopf.on.event("apps", "v1", "deployments", registry=registry)
 @kopf.on.event("policy", "v1", "poddisruptionbudgets", registry=registry)
+@kopf.on.event("networking.k8s.io", "v1", "networkpolicies", registry=registry)
 async def changed(event: Mapping[str, Any], resource: kopf.Resource, memo: KopfSession, **_: object) -> None:
     """Update the object in the cache, which queues its job."""
     memo.update_cache(resource.plural, event)

@@ -42,6 +42,7 @@ WATCHED: Final[Mapping[client.Resource, str]] = {
     client.SERVICES: f"{LABEL_ROLE}={ROLE_ETCD}",
     client.DEPLOYMENTS: f"{LABEL_ROLE}={ROLE_ETCD}",
     client.DISRUPTION_BUDGETS: LABEL_JOB,
+    client.NETWORK_POLICIES: LABEL_JOB,
     client.ELASTIC_JOBS: "",
 }
 """The watched kinds with their label selectors."""

@@ -64,7 +64,13 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
         namespaces=tuple(dict.fromkeys(given.namespace)),
         etcd_secrets_namespaces=tuple(dict.fromkeys(given.etcd_secrets_namespace)),
         etcd_endpoints=tuple(dict.fromkeys(given.etcd_endpoints)),
-        pods=PodSettings(etcd_image=given.etcd_image, agent_metrics_port=given.agent_metrics_port),
+        pods=PodSettings(
+            etcd_image=given.etcd_image,
+            agent_metrics_port=given.agent_metrics_port,
+            network_policies=given.network_policies,
+            metrics_namespaces=tuple(dict.fromkeys(given.metrics_namespace)),
+            operator_namespace=environ.get("POD_NAMESPACE") or None,
+        ),
         listen=given.listen,
         leader_elect=given.leader_elect,
         lease_namespace=given.lease_namespace or environ.get("POD_NAMESPACE") or None,
@@ -124,6 +130,20 @@ def _parser() -> argparse.ArgumentParser:
         type=_port,
         metavar="PORT",
         help="port of /metrics in the worker pods; 0 for any free port (default: %(default)s)",
+    )
+    jobs.add_argument(
+        "--network-policies",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+        help="create a NetworkPolicy for each job (default: yes)",
+    )
+    jobs.add_argument(
+        "--metrics-namespace",
+        action="append",
+        default=[],
+        type=_namespace,
+        metavar="NS",
+        help="let only the pods of this namespace read the metrics of jobs; may be repeated (default: everyone)",
     )
     process = top.add_argument_group("this process")
     process.add_argument(

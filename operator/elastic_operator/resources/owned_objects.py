@@ -39,10 +39,16 @@ class PodSettings:
         etcd_image: the image of the etcd that is created for a job; it has ``etcd`` on its PATH.
         agent_metrics_port: the port of the agents' /metrics; 0 for any free port, which is then annotated on the pod.
             Pods on the host's network use any free port.
+        network_policies: whether each job gets a NetworkPolicy.
+        metrics_namespaces: the namespaces whose pods may read the metrics of jobs; empty if everyone may.
+        operator_namespace: the namespace of the operator's pods; None if the operator runs in no pod.
     """
 
     etcd_image: str = ETCD_IMAGE
     agent_metrics_port: int = AGENT_METRICS_PORT
+    network_policies: bool = True
+    metrics_namespaces: tuple[str, ...] = ()
+    operator_namespace: str | None = None
 
 
 def owner_reference(job: Job) -> dict[str, Any]:
@@ -220,7 +226,9 @@ _UNPRIVILEGED: Final[Json] = {
 }
 _PORT_NAME: Final = "client"
 _FOLDER: Final = "/var/lib/etcd"
-_RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}}
+_RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
+"""The default resources. etcd keeps its last writes in memory, so an etcd that is filled up to its quota of 1 GiB uses
+1.6 GiB if Go's garbage collector respects a limit."""
 _TEMPLATE_FIELDS: Final = ("imagePullSecrets", "priorityClassName", "tolerations")
 """Fields that etcd's pod copies from the template, because some clusters do not accept or run a pod without them. Node
 selectors and affinities are not copied: etcd does not need the nodes of workers."""
@@ -302,7 +310,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
             "--auto-compaction-retention=10m",
             f"--quota-backend-bytes={1 << 30}",
         ],
-        "env": [] if keeps_data else _WITHOUT_FSYNC,
+        "env": [_MEMORY_LIMIT, *([] if keeps_data else _WITHOUT_FSYNC)],
         "ports": [{"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"}],
         "readinessProbe": {
             "httpGet": {"path": "/health", "port": _PORT_NAME},
@@ -316,6 +324,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
     }
 
 
+_MEMORY_LIMIT: Final = {"name": "GOMEMLIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}}
 _WITHOUT_FSYNC: Final = [
     # A variable, because etcd 3.4 has no such flag and would reject it, but ignores the variable.
     {"name": "ETCD_UNSAFE_NO_FSYNC", "value": "true"},

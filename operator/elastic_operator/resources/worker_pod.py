@@ -127,18 +127,22 @@ def worker_pod(job: Job, new: NewPod, settings: owned.PodSettings, *, store: str
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": _metadata(job, new, template.get("metadata"), _metrics_port(job, settings)),
+        "metadata": _metadata(job, new, template.get("metadata"), metrics_port(job, settings)),
         "spec": _spec(job, new, settings, store, template.get("spec")),
     }
 
 
-def _metrics_port(job: Job, settings: owned.PodSettings) -> int:
+def on_the_host(job: Job) -> bool:
+    """Return whether the pods are on the network of their nodes."""
+    return get_dict(job.spec.template, "spec").get("hostNetwork") is True
+
+
+def metrics_port(job: Job, settings: owned.PodSettings) -> int:
     """Return the port of the agent's /metrics; 0 for any free port."""
     if job.spec.metrics_port is not None:
         return job.spec.metrics_port
     # Pods on the host's network share its ports.
-    on_the_host = get_dict(job.spec.template.get("spec")).get("hostNetwork") is True
-    return 0 if on_the_host else settings.agent_metrics_port
+    return 0 if on_the_host(job) else settings.agent_metrics_port
 
 
 def _metadata(job: Job, new: NewPod, given: object, metrics_port: int) -> object:
@@ -211,14 +215,14 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
     )
-    metrics_port = _metrics_port(job, settings)
+    port = metrics_port(job, settings)
     variables = agent_variables(
         job,
         new,
         store=store,
         checkpoints=f"{constants.CHECKPOINT_FOLDER}/{job.name}/{new.index}",
         termination_log=str(container["terminationMessagePath"]),
-        metrics_port=metrics_port,
+        metrics_port=port,
     )
     container |= {
         "name": WORKER,
@@ -233,9 +237,9 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
         ],
         "securityContext": restricted(given.get("securityContext")),
     }
-    if metrics_port:
-        port = {"name": constants.METRICS_PORT, "containerPort": metrics_port, "protocol": "TCP"}
-        container["ports"] = owned.extended(given.get("ports"), [port])
+    if port:
+        declared = {"name": constants.METRICS_PORT, "containerPort": port, "protocol": "TCP"}
+        container["ports"] = owned.extended(given.get("ports"), [declared])
     if (secret := job.spec.etcd.tls_secret) is not None:  # for the agent, and for workers that want it
         mount(pod, container, constants.ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
     mount(pod, container, "/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - in a container

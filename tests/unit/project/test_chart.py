@@ -142,7 +142,9 @@ def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
         namespaces=("team",),
         etcd_secrets_namespaces=("team",),
         etcd_endpoints=("team",),
-        pods=PodSettings(etcd_image="etcd:1", agent_metrics_port=9000),
+        pods=PodSettings(
+            etcd_image="etcd:1", agent_metrics_port=9000, network_policies=False, metrics_namespaces=("team",)
+        ),
         leader_elect=True,
         lease_namespace="team",
         lease_name="team",
@@ -184,6 +186,7 @@ def test_the_rbac_rules_are_minimal() -> None:
         ("", "services"): owned,
         ("apps", "deployments"): owned,
         ("policy", "poddisruptionbudgets"): owned | {"patch"},
+        ("networking.k8s.io", "networkpolicies"): owned | {"patch"},
         ("scheduling.x-k8s.io", "podgroups"): {"list", "create", "patch", "delete"},
         ("scheduling.volcano.sh", "podgroups"): {"list", "create", "patch", "delete"},
         ("", "configmaps"): {"get", "create", "patch"},
@@ -192,7 +195,7 @@ def test_the_rbac_rules_are_minimal() -> None:
 
 
 def test_no_rbac_rule_has_a_wildcard() -> None:
-    texts = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
+    texts = "\n".join(path.read_text() for path in (CHART / "templates").rglob("*.*"))
     assert not re.search(r"""["'\[ ]\*["'\] ,]""", re.sub(r"/\*.*?\*/", "", texts, flags=re.DOTALL))
 
 

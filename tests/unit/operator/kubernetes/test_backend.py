@@ -14,6 +14,7 @@ from elastic_operator.kubernetes.client import (
     DISRUPTION_BUDGETS,
     ELASTIC_JOBS,
     EVENTS,
+    NETWORK_POLICIES,
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
     SERVICES,
@@ -100,6 +101,28 @@ async def test_overdue_pods_that_never_ran_do_not_delay_a_suspension(
     await cluster.reconcile()
     assert cluster.holds("Suspended") is suspended
     assert cluster.server.count_requests("DELETE", PODS) == 0, "pods that are already terminating are deleted again"
+
+
+async def test_no_pod_is_created_before_its_network_policy_which_follows_the_job_without_further_requests(
+    cluster: OperatedCluster,
+) -> None:
+    denial = 'User "x" cannot create resource "networkpolicies"'
+    cluster.server.fault = failing("POST", NETWORK_POLICIES, 403, denial, times=inf)
+    cluster.add_job()
+    await cluster.wait_for(
+        lambda: denial in (cluster.message("Waiting") or "") and bool(cluster.events("ResourcesBlocked"))
+    )
+    assert "grant the operator its permissions" in (cluster.message("Waiting") or "")
+    assert not cluster.server.of_kind(PODS)
+    cluster.server.fault = lambda _method, _path: None
+    await cluster.wait_for_pods(2)
+    await cluster.reconcile()
+    before = {method: cluster.server.count_requests(method, NETWORK_POLICIES) for method in ("GET", "POST", "PATCH")}
+    await cluster.reconcile()
+    after = {method: cluster.server.count_requests(method, NETWORK_POLICIES) for method in ("GET", "POST", "PATCH")}
+    assert after == before == {**before, "GET": 0, "PATCH": 0}
+    cluster.add_job(metricsPort=0)
+    await cluster.wait_for(lambda: cluster.server.of_kind(NETWORK_POLICIES) == [])
 
 
 async def test_an_unreachable_own_etcd_is_reported_while_it_is_ready(

@@ -20,7 +20,8 @@ IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "POD_NAME": "operator-0", "P
 
 def test_without_flags_all_namespaces_are_watched_and_a_leader_is_elected() -> None:
     settings = parse([], IN_A_POD)
-    assert settings == OperatorSettings(identity="operator-0", lease_namespace="elastic-system", in_pod=True)
+    pods = PodSettings(operator_namespace="elastic-system")
+    assert settings == OperatorSettings(identity="operator-0", lease_namespace="elastic-system", in_pod=True, pods=pods)
     assert settings.namespaces == ()
     assert settings.leader_elect
     assert settings.listen == ("0.0.0.0", 8080)
@@ -32,7 +33,8 @@ def test_every_flag_becomes_a_setting() -> None:
             "--namespace=a", "--namespace=b", "--namespace=a", "--etcd-image=my/etcd:1", "--agent-metrics-port=0",
             "--listen=[::1]:9", "--no-leader-elect", "--lease-namespace=c", "--lease-name=d", "--kubeconfig=/e",
             "--context=f", "--log-format=json", "--log-level=warning", "--etcd-secrets-namespace=g",
-            "--etcd-secrets-namespace=h", "--etcd-secrets-namespace=g",
+            "--etcd-secrets-namespace=h", "--etcd-secrets-namespace=g", "--no-network-policies",
+            "--metrics-namespace=monitoring", "--metrics-namespace=monitoring",
             "--etcd-endpoints=10.0.0.0/8", "--etcd-endpoints=.svc",
         ],
         IN_A_POD,
@@ -41,7 +43,13 @@ def test_every_flag_becomes_a_setting() -> None:
         namespaces=("a", "b"),
         etcd_secrets_namespaces=("g", "h"),
         etcd_endpoints=("10.0.0.0/8", ".svc"),
-        pods=PodSettings(etcd_image="my/etcd:1", agent_metrics_port=0),
+        pods=PodSettings(
+            etcd_image="my/etcd:1",
+            agent_metrics_port=0,
+            network_policies=False,
+            metrics_namespaces=("monitoring",),
+            operator_namespace="elastic-system",
+        ),
         listen=("::1", 9),
         leader_elect=False,
         lease_namespace="c",
@@ -59,7 +67,7 @@ def test_outside_of_a_pod_two_processes_have_different_names() -> None:
     one, other = parse(["--context=test"], {}), parse(["--context=test"], {})
     assert one.identity != other.identity
     assert not one.in_pod
-    assert one.lease_namespace is None
+    assert (one.lease_namespace, one.pods.operator_namespace) == (None, None)
 
 
 def test_outside_of_a_pod_a_cluster_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

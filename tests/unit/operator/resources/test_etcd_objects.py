@@ -67,6 +67,13 @@ def test_etcd_shares_tolerations_pull_secrets_and_priority_with_the_workers() ->
     assert "priorityClassName" not in pod_of()
 
 
+def test_etcd_has_a_memory_limit_that_its_garbage_collector_respects() -> None:
+    container = container_of()
+    assert container["resources"]["limits"] == {"memory": "2Gi"}
+    [limit] = [each for each in container["env"] if each["name"] == "GOMEMLIMIT"]
+    assert limit["valueFrom"] == {"resourceFieldRef": {"resource": "limits.memory"}}
+
+
 def test_image_and_resources_of_the_spec_replace_the_defaults() -> None:
     etcd = EtcdSpec(image="mine:1", resources={"limits": {"memory": "32Mi"}})
     container = container_of(etcd=etcd)
@@ -78,7 +85,7 @@ def test_etcd_syncs_data_on_a_volume() -> None:
     pod = pod_of(etcd=EtcdSpec(storage=storage))
     (container,) = pod["containers"]
     assert "--data-dir=/var/lib/etcd/data" in container["args"]
-    assert container["env"] == []
+    assert "ETCD_UNSAFE_NO_FSYNC" not in [each["name"] for each in container["env"]]
     (volume,) = pod["volumes"]
     assert volume["ephemeral"]["volumeClaimTemplate"]["spec"] == storage
 
