@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from torchelastic.protocol import codec, keys, records
 from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_endpoints
 from torchelastic.store.client import Backoff, RunLease, connect, follow
 from torchelastic.store.etcd_errors import MAX_ENTRIES, MAX_LISTED, too_large
+
+if TYPE_CHECKING:
+    import ssl
 
 logger = logging.getLogger(__name__)
 _log_limit = codec.LogLimit()
@@ -35,17 +38,18 @@ SettingsSource = Callable[[], StoreSettings | Awaitable[StoreSettings]]
 """A function that returns the settings of a store, or an awaitable of them."""
 
 
-def store_at(endpoint: str) -> StoreSettings:
+def store_at(endpoint: str, tls: ssl.SSLContext | None = None) -> StoreSettings:
     """Return the settings of the etcd at an endpoint, which is parsed as an agent parses it.
 
     Args:
         endpoint: one or more ``host[:port]``, separated by commas; ``http://`` or ``https://`` may precede each.
+        tls: the context of TLS connections, which are the default then; None for the system's authorities.
 
     Raises:
         SettingsError: the endpoint is malformed.
     """
     scheme, endpoints = parse_endpoints(endpoint)
-    return StoreSettings(endpoints=endpoints, protocol=scheme or "http")
+    return StoreSettings(endpoints=endpoints, protocol=scheme or ("https" if tls else "http"), tls=tls)
 
 
 class StoreMirror:

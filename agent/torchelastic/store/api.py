@@ -14,6 +14,7 @@ from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import AsyncGenerator, Callable
 
 
@@ -38,6 +39,7 @@ class StoreSettings:
         ca_cert: file with the certificate of the authority that signed the server's certificate.
         cert: file with the client's certificate.
         key: file with the private key of the client's certificate.
+        tls: the context of TLS connections; None to make one from these files.
         username: the user name for etcd's authentication; never logged.
         password: the password; never logged, and not part of the representation.
         request_timeout: seconds for one request.
@@ -52,6 +54,7 @@ class StoreSettings:
     ca_cert: str | None = None
     cert: str | None = None
     key: str | None = None
+    tls: ssl.SSLContext | None = None
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     request_timeout: float = 5.0

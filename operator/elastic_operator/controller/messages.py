@@ -39,6 +39,8 @@ SIGNAL_BASE: Final = 128
 
 OUTCOME_UNKNOWN: Final = "whether the run has ended is not known while the store cannot be read"
 
+ETCD_OPEN: Final = "everyone who reaches the job's etcd can read and change its run, because spec.etcd.security is None"
+
 _HELD: Final = "no pod is started until it can be read"
 _CAUSES_SHOWN: Final = 3
 """Maximum number of different causes for unready pods in a message."""

@@ -178,6 +178,8 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
             budget_ok,
         ),
     }
+    if snapshot.job.spec.etcd.is_open:
+        values[ConditionType.ETCD_OPEN] = (True, Reason.NOT_SECURED, messages.ETCD_OPEN)
     known = {condition.type for condition in before.conditions}
     for kind, (reason, message, reason_if_false) in rare.items():
         if message is not None:

@@ -236,7 +236,8 @@ class KubernetesBackend:
         external = job.spec.etcd.endpoint
         if not over and etcd is not None and etcd.endpoint is not None:
             available = etcd.state is EtcdState.READY
-            return self.stores.follow(job.uid, key, etcd.endpoint, external=False, available=available)
+            tls = job.spec.etcd.has_certificates
+            return self.stores.follow(job.uid, key, etcd.endpoint, external=False, available=available, tls=tls)
         if not over and external is not None:
             return self.stores.follow(
                 job.uid, key, external, external=True, available=True, secret=job.spec.etcd.tls_secret

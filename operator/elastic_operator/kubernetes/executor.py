@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from elastic_operator.api import constants
 from elastic_operator.api.constants import Reason, report_name
-from elastic_operator.api.json_values import get_dict
+from elastic_operator.api.json_values import get_dict, get_str
 from elastic_operator.api.status import Report, encode_report
 from elastic_operator.controller import messages
 from elastic_operator.controller.model import EtcdState, Job, JobEvent, NewPod, Plan, PodPhase, with_applied_spec
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes import client
-from elastic_operator.kubernetes.object_cache import ObjectCache, managed_etcd
+from elastic_operator.kubernetes.object_cache import ManagedEtcd, ObjectCache, managed_etcd
 from elastic_operator.kubernetes.pod_status import MAX_PORT
 from elastic_operator.kubernetes.writer import Blocked, Rejected, Writer, raise_worst
 from elastic_operator.resources import owned_objects as owned
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from elastic_operator.api.json_values import Json
+    from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates
     from elastic_operator.kubernetes.job_record import JobRecord
     from elastic_operator.kubernetes.job_store import JobStores
 
@@ -53,6 +55,7 @@ class Executor:
     cache: ObjectCache
     writer: Writer
     stores: JobStores
+    certificates: EtcdCertificates
     settings: owned.PodSettings
     status_written: Callable[[Job, Plan], None] = lambda _job, _plan: None
 
@@ -170,16 +173,38 @@ class Executor:
         etcd = managed_etcd(self.cache, job)
         if etcd.state is EtcdState.ABSENT and record.creates.wait > 0:
             return None
-        missing = []
-        if etcd.deployment is None:
-            missing.append(self.writer.create(client.DEPLOYMENTS, job, owned.etcd_deployment(job, self.settings)))
         if etcd.service is None:
-            missing.append(self._create_service(job))
-        raise_worst(await asyncio.gather(*missing, return_exceptions=True))
-        endpoint = managed_etcd(self.cache, job).endpoint
-        if endpoint is None:
+            await self._create_service(job)
+            etcd = managed_etcd(self.cache, job)
+        if etcd.endpoint is None:
             raise ClusterError(f"the Service {owned.etcd_name(job.name)} has no address yet")
-        return endpoint
+        certificate = await self._ensure_certificates(job, etcd, record) if job.spec.etcd.has_certificates else ""
+        if etcd.deployment is None:
+            deployment = owned.etcd_deployment(job, self.settings, certificate)
+            await self.writer.create(client.DEPLOYMENTS, job, deployment)
+        return etcd.endpoint
+
+    async def _ensure_certificates(self, job: Job, etcd: ManagedEtcd, record: JobRecord) -> str:
+        """Write the certificates of the job's etcd if they are due; return the annotation of its Deployment."""
+        address = get_str(etcd.service, "spec", "clusterIP")
+        note = get_str(etcd.deployment, "metadata", "annotations", constants.ANNOTATION_CERTIFICATE)
+        if not (left := self.certificates.renewal(note, address)):
+            note = self.certificates.note(address)
+            files = self.certificates.issue(job.uid, owned.etcd_hosts(job, address))
+            try:
+                await self.writer.put(client.SECRETS, job, owned.etcd_secret(job, files))
+            except Rejected as error:
+                raise Blocked(
+                    f"the Secret {owned.etcd_name(job.name)} with certificates for the job's etcd cannot be written; "
+                    f"if it belongs to another program, delete it, or give the job another name ({error})"
+                ) from None
+            if etcd.deployment is not None:
+                about = etcd.deployment["metadata"]
+                notes = {constants.ANNOTATION_CERTIFICATE: note}
+                await self.writer.annotate(client.DEPLOYMENTS, job.namespace, about["name"], about["uid"], notes)
+            left = self.certificates.renewal(note, address)
+        record.requeue_after(left)
+        return note
 
     async def _create_service(self, job: Job) -> None:
         """Create the service of the job's etcd, at the address that live pods use."""

@@ -8,111 +8,59 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import logging
-import os
-import ssl
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
 from cryptography import x509
 
-from elastic_operator.api.json_values import get_dict, get_str
+from elastic_operator.api.json_values import get_str
+from elastic_operator.certificates import client_context
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
 from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.store_mirror import StoreMirror, store_at
 from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
+from torchelastic.store.etcd_process import AUTHORITY, CERTIFICATE, KEY
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Collection
     from types import TracebackType
 
     from elastic_operator.api.json_values import Json
+    from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates
     from torchelastic.protocol.records import SizeRecord
     from torchelastic.store.api import StoreSettings
 
 
-AUTHORITY: Final = "ca.crt"
-CERTIFICATE: Final = "tls.crt"
-KEY: Final = "tls.key"
+def tls_context(secret: Json) -> ssl.SSLContext:
+    """Return the context for the certificates in a Secret of a user.
 
-
-@dataclass(slots=True)
-class Credentials:
-    """Paths of TLS credentials. The files are in memory, and exist only in this process.
-
-    Attributes:
-        authority: the CA certificate of the server; None for the system's.
-        certificate: the client's certificate.
-        key: the client's private key.
-        expiry: when the first of the certificates expires, in seconds since the epoch; None if unknown.
+    Raises:
+        StoreRefused: the Secret has no usable certificates.
     """
-
-    authority: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    expiry: float | None = None
-    _files: list[int] = field(default_factory=list, repr=False)
-
-    @classmethod
-    def of(cls, secret: Json) -> Credentials:
-        """Read the credentials in a Secret.
-
-        Raises:
-            StoreRefused: the Secret has no usable credentials.
-        """
-        credentials = cls()
-        name = get_str(secret, "metadata", "name")
+    name, files = get_str(secret, "metadata", "name"), dict[str, bytes]()
+    for key in (AUTHORITY, CERTIFICATE, KEY):
         try:
-            for attribute, key in (("authority", AUTHORITY), ("certificate", CERTIFICATE), ("key", KEY)):
-                if encoded := get_dict(secret, "data").get(key):
-                    setattr(credentials, attribute, credentials._file(str(encoded), key, name))
-            credentials.expiry = _expiry(secret)
-            credentials._check(f"the Secret {name}, which spec.etcd.tlsSecret names,")
-        except BaseException:
-            credentials.close()
-            raise
-        return credentials
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._files:
-            os.close(self._files.pop())
-
-    def _file(self, encoded: str, key: str, secret: str) -> str:
-        try:
-            content = base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError):
-            raise StoreRefused(f"{key} of the Secret {secret} is not base64") from None
-        number = os.memfd_create(key, os.MFD_CLOEXEC)
-        self._files.append(number)
-        with open(number, "wb", closefd=False) as file:
-            file.write(content)
-        return f"/proc/self/fd/{number}"
-
-    def _check(self, secret: str) -> None:
-        """Raise an error that names the Secret's keys, before TLS raises one that names the files."""
-        if self.authority is None and self.certificate is None:
-            raise StoreRefused(
-                f"{secret} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
-            )
-        if (self.certificate is None) is not (self.key is None):
-            raise StoreRefused(
-                f"{secret} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
-            )
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        problem = f"a {AUTHORITY} that holds no certificate in PEM form"
-        try:
-            if self.authority is not None:
-                context.load_verify_locations(self.authority)
-            problem = f"a {CERTIFICATE} and a {KEY} that are not a pair in PEM form without a password"
-            if self.certificate is not None:
-                context.load_cert_chain(self.certificate, self.key, password="")
-        except (OSError, ValueError):
-            raise StoreRefused(f"{secret} has {problem}") from None
+            files[key] = base64.b64decode(get_str(secret, "data", key), validate=True)
+        except ValueError:
+            raise StoreRefused(f"{key} of the Secret {name} is not base64") from None
+    about = f"the Secret {name}, which spec.etcd.tlsSecret names,"
+    if not files[AUTHORITY] and not files[CERTIFICATE]:
+        raise StoreRefused(
+            f"{about} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
+        )
+    if bool(files[CERTIFICATE]) is not bool(files[KEY]):
+        raise StoreRefused(
+            f"{about} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
+        )
+    try:
+        return client_context(files)
+    except ValueError as error:
+        raise StoreRefused(f"{about} has a {error}") from None
 
 
 def _expiry(secret: Json) -> float | None:
@@ -140,7 +88,11 @@ class _Followed:
     """A followed etcd.
 
     Attributes:
+        uid: the UID of the job.
         external: whether the etcd outlives the job.
+        secret: the Secret with the certificates of an external etcd; None for none.
+        tls: whether the operator issues the certificates.
+        expiry: when the first certificate of this Secret expires, in seconds since the epoch; None if unknown.
         available: an event that is set while a connection may succeed.
         away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
         error: the last reported reason why the etcd is unreachable; None if none was reported.
@@ -148,11 +100,13 @@ class _Followed:
     """
 
     key: str
+    uid: str
     mirror: StoreMirror
     external: bool
     endpoint: str = ""
     secret: str | None = None
-    credentials: Credentials = field(default_factory=Credentials)
+    tls: bool = False
+    expiry: float | None = None
     available: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     away_since: float | None = None
@@ -165,6 +119,7 @@ class JobStores:
 
     Args:
         changed: called with a job's key when something in its etcd has changed.
+        certificates: issues the operator's certificates for the etcds that it creates.
         secret_namespaces: the namespaces in which the operator may read Secrets.
         endpoints: the endpoints of external etcds that may be used; by default, as without entries.
         timeout: seconds before an unreachable external etcd is reported.
@@ -176,6 +131,7 @@ class JobStores:
         self,
         api: Api,
         changed: Callable[[str], None],
+        certificates: EtcdCertificates,
         *,
         secret_namespaces: Collection[str] = (),
         endpoints: EtcdEndpoints | None = None,
@@ -185,6 +141,7 @@ class JobStores:
     ) -> None:
         self._api = api
         self._on_change = changed
+        self._certificates = certificates
         self._secret_namespaces = frozenset(secret_namespaces)
         self._endpoints = endpoints or EtcdEndpoints()
         self._timeout = timeout
@@ -220,21 +177,29 @@ class JobStores:
 
     def expiries(self) -> dict[str, float]:
         """Return, by the job's key, when the first certificate in its Secret expires, in seconds since the epoch."""
-        found = ((each.key, each.credentials.expiry) for each in self._followed.values())
+        found = ((each.key, each.expiry) for each in self._followed.values())
         return {key: expiry for key, expiry in found if expiry is not None}
 
     def follow(
-        self, uid: str, key: str, endpoint: str, *, external: bool, available: bool, secret: str | None = None
+        self,
+        uid: str,
+        key: str,
+        endpoint: str,
+        *,
+        external: bool,
+        available: bool,
+        secret: str | None = None,
+        tls: bool = False,
     ) -> StoreMirror:
         """Follow a job's etcd, or change its settings if it is followed; return its mirror.
 
-        ``external`` and ``available`` are as in :class:`_Followed`; ``secret`` is in the job's namespace.
+        ``external``, ``available`` and ``tls`` are as in :class:`_Followed`; ``secret`` is in the job's namespace.
         """
         followed = self._followed.get(uid)
         if followed is None:
             followed = self._start(uid, key, external=external)
         followed.endpoint = endpoint
-        followed.secret = secret
+        followed.secret, followed.tls = secret, tls
         if available:
             followed.available.set()
         else:
@@ -276,15 +241,15 @@ class JobStores:
             "sees the termination messages of pods: add the namespace to the chart's value etcd.secretNamespaces"
         )
 
-    async def read_secret(self, namespace: str, name: str) -> Credentials:
-        """Read the credentials in a Secret; the caller closes them.
+    async def read_secret(self, namespace: str, name: str) -> Json:
+        """Return a Secret with certificates for etcd.
 
         Raises:
-            StoreRefused: there is no such Secret, or it has no usable credentials.
+            StoreRefused: there is no such Secret, or the operator may not read it.
             StoreUnavailable: the Secret cannot be read now.
         """
         try:
-            secret = await self._api.get(SECRETS, namespace, name)
+            return await self._api.get(SECRETS, namespace, name)
         except ClusterError as error:
             status = error.status if isinstance(error, ApiError) else 0
             if status == 404:
@@ -297,39 +262,36 @@ class JobStores:
                     "right in the namespaces of its value etcd.secretNamespaces"
                 ) from None
             raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
-        return Credentials.of(secret)
 
     def _start(self, uid: str, key: str, *, external: bool) -> _Followed:
         mirror = StoreMirror(
             uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
         )
-        followed = self._followed[uid] = _Followed(key, mirror, external)
+        followed = self._followed[uid] = _Followed(key, uid, mirror, external)
         followed.task = self._tasks.create_task(self._follow(followed))
         return followed
 
     async def _follow(self, followed: _Followed) -> NoReturn:
-        try:
-            while True:
-                try:
-                    await followed.mirror.run(lambda: self._settings(followed), followed.available)
-                except Exception as defect:
-                    logger.exception("%s: an unexpected error while its store was followed", followed.key)
-                    self._away(followed, f"an unexpected error: {defect!r}")
-                await asyncio.sleep(_RESTART_DELAY)
-        finally:
-            followed.credentials.close()
+        while True:
+            try:
+                await followed.mirror.run(lambda: self._settings(followed), followed.available)
+            except Exception as defect:
+                logger.exception("%s: an unexpected error while its store was followed", followed.key)
+                self._away(followed, f"an unexpected error: {defect!r}")
+            await asyncio.sleep(_RESTART_DELAY)
 
     async def _settings(self, followed: _Followed) -> StoreSettings:
-        """Return the settings of the connection, with the current credentials."""
-        settings = store_at(followed.endpoint)
+        """Return the settings of a new connection, with the current certificates."""
+        context = None
+        if followed.tls:
+            context = client_context(self._certificates.issue(followed.uid))
+        elif followed.secret is not None:
+            secret = await self.read_secret(followed.key.partition("/")[0], followed.secret)
+            context, followed.expiry = tls_context(secret), _expiry(secret)
+        settings = store_at(followed.endpoint, context)
         if followed.external:
             settings = replace(settings, open_socket=self._endpoints.socket_for(settings.endpoints))
-        if followed.secret is None:
-            return settings
-        read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
-        followed.credentials.close()
-        followed.credentials = read
-        return replace(settings, ca_cert=read.authority, cert=read.certificate, key=read.key)
+        return settings
 
     async def _read_expiries(self) -> NoReturn:
         while True:
@@ -338,12 +300,11 @@ class JobStores:
                 if followed.secret is None:
                     continue
                 try:
-                    read = await self.read_secret(followed.key.partition("/")[0], followed.secret)
+                    secret = await self.read_secret(followed.key.partition("/")[0], followed.secret)
                 except StoreError as error:
                     logger.debug("%s: the expiry of its certificates is unknown: %s", followed.key, error)
                 else:
-                    followed.credentials.expiry = read.expiry
-                    read.close()
+                    followed.expiry = _expiry(secret)
 
     def _changed(self, followed: _Followed) -> None:
         if followed.mirror.readable:

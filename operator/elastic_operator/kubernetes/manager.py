@@ -5,6 +5,7 @@ Every copy lists and watches objects, so that it can take over at once. Only the
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import logging
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from elastic_operator.controller.reconciler import Reconciler
 from elastic_operator.kubernetes.backend import KubernetesBackend
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates, operator_secret
 from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.executor import Executor
 from elastic_operator.kubernetes.http_server import http_server
@@ -79,12 +81,15 @@ class Manager:
             await elector.run(self._reconcile)
 
     async def _reconcile(self) -> None:
-        settings = self._settings
+        settings, namespace = self._settings, self._settings.lease_namespace or self._api.namespace
+        secret = await operator_secret(self._api, namespace, f"{settings.lease_name}-etcd")
+        certificates = EtcdCertificates(secret, dt.timedelta(days=settings.certificate_days))
         async with (
             Writer(self._api, self._cache, settings.identity, self._metrics.created) as writer,
             JobStores(
                 self._api,
                 self._on_change,
+                certificates,
                 secret_namespaces=settings.etcd_secrets_namespaces,
                 endpoints=EtcdEndpoints(settings.etcd_endpoints),
             ) as stores,
@@ -97,6 +102,7 @@ class Manager:
                     cache=self._cache,
                     writer=writer,
                     stores=stores,
+                    certificates=certificates,
                     settings=settings.pods,
                     status_written=self._metrics.status_written,
                 ),

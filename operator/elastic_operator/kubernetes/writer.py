@@ -149,6 +149,14 @@ class Writer:
         answer = self._api.apply(resource, job.namespace, name, this_one)
         return await self._update(resource, job.namespace, name, uid, answer)
 
+    async def put(self, resource: client.Resource, job: Job, body: Json) -> None:
+        """Create or replace an object that a job owns and no watch reports. Raises the errors of :meth:`create`."""
+        try:
+            async with self._slots[job.namespace]:
+                await self._api.apply(resource, job.namespace, body["metadata"]["name"], body)
+        except client.ApiError as error:
+            raise _classified(error) from None
+
     async def annotate(
         self, resource: client.Resource, namespace: str, name: str, uid: str, annotations: Mapping[str, str]
     ) -> None:

@@ -89,6 +89,7 @@ def pod_command(
         checkpoints=str(checkpoints),
         termination_log=str(logs / _TERMINATION_LOG),
         metrics_port=0,
+        tls=str(run.tls) if job.spec.etcd.has_certificates else None,
     )
     variables[Env.NODE_ADDRESS] = _LOOPBACK
     arguments, variables = expand_references(agent_arguments(job.spec), variables, user_env(job.spec))
@@ -290,6 +291,7 @@ class EtcdProcess:
 
     Args:
         directory: the directory for its data (``etcd``, removed at the end) and its output (``etcd.log``).
+        tls: the directory with its certificates; None without TLS.
         environ: the environment of etcd; variables that configure etcd are removed.
         changed: called after each change of the state.
 
@@ -305,11 +307,13 @@ class EtcdProcess:
         directory: Path,
         environ: Mapping[str, str],
         *,
+        tls: Path | None = None,
         changed: Callable[[], None],
         emit: Callable[[JobEvent], None],
     ) -> None:
         self._binary = binary
         self._log = directory / "etcd.log"
+        self._tls = tls
         self._environ = etcd_process.etcd_environment(environ)
         self._changed = changed
         self._emit = emit
@@ -387,8 +391,10 @@ class EtcdProcess:
         return True
 
     def _command(self) -> Sequence[str]:
-        client, peer = f"http://127.0.0.1:{self._port}", f"http://127.0.0.1:{self._peer_port}"
-        return etcd_process.etcd_command(self._binary, self._data, clients=[client], peer=peer, log=f"{self._log}")
+        scheme, flags = ("http", ()) if self._tls is None else ("https", etcd_process.tls_flags(f"{self._tls}"))
+        client, peer = f"{scheme}://127.0.0.1:{self._port}", f"http://127.0.0.1:{self._peer_port}"
+        command = etcd_process.etcd_command(self._binary, self._data, clients=[client], peer=peer, log=f"{self._log}")
+        return *command, *flags
 
 
 def free_ports(count: int) -> tuple[int, ...]:

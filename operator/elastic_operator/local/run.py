@@ -46,6 +46,7 @@ from elastic_operator.views.job_view import (
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Coroutine, Mapping
     from pathlib import Path
 
@@ -136,8 +137,14 @@ class LocalRun:
             live.job.uid, changed=self._mirror_changed, away=self._on_store_away, recorded=self.snapshots.touch
         )
         self._etcd = None
+        self._tls: ssl.SSLContext | None = None
         if etcd is not None:
-            self._etcd = EtcdProcess(etcd, files.path, environ, changed=self._changed, emit=self._emit)
+            tls = files.tls if live.job.spec.etcd.has_certificates else None
+            if tls is not None:
+                from elastic_operator.certificates import write_certificates  # only a run needs the slow import
+
+                self._tls = write_certificates(tls, live.job.uid)
+            self._etcd = EtcdProcess(etcd, files.path, environ, tls=tls, changed=self._changed, emit=self._emit)
         self._reconciler = Reconciler(self, settings=_RECONCILE)
 
     # -- served by the control socket
@@ -417,7 +424,8 @@ class LocalRun:
     async def _run_store(self) -> None:
         """Run the job's own etcd, if it has one, and follow the store."""
         async with asyncio.TaskGroup() as tasks:
-            following = self._mirror.run(lambda: store_at(self._endpoint()), self._etcd.ready if self._etcd else None)
+            ready = self._etcd.ready if self._etcd else None
+            following = self._mirror.run(lambda: store_at(self._endpoint(), self._tls), ready)
             task = tasks.create_task(following)
             if self._etcd is not None:
                 try:

@@ -11,6 +11,7 @@ checkpoints/   <job>/<index>/, the checkpoints of each pod's program
 run.log        the log of elasticjob itself
 control/       the control socket while the run is alive (elastic_operator.local.control)
 etcd/          the data of etcd while the run is alive; etcd.log stays
+tls/           the certificates for etcd
 
 A run holds a lock on ``<home>/names/<job>.lock``, so that a job's name is unique among the runs that are alive. The
 kernel releases the lock when the process exits. The file names the run that holds the lock.
@@ -62,6 +63,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.control = path / "control"
         self.log = path / "run.log"
+        self.tls = path / "tls"
 
     @contextlib.contextmanager
     def socket(self) -> Iterator[str]:

@@ -13,6 +13,7 @@ Kubernetes' scheduler plugins and of Volcano. Neither is part of Kubernetes.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from elastic_operator.api.json_values import Json, get_dict, get_dicts, get_list
 from elastic_operator.api.spec import GROUP, KIND, VERSION, GangScheduler, SchedulingSpec
 from torchelastic.protocol.records import bracketed
 from torchelastic.store.api import DEFAULT_PORT
+from torchelastic.store.etcd_process import AUTHORITY, CERTIFICATE, KEY, tls_flags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -225,6 +227,8 @@ _UNPRIVILEGED: Final[Json] = {
     "fsGroupChangePolicy": "OnRootMismatch",
 }
 _PORT_NAME: Final = "client"
+_HEALTH_PORT: Final = 2381
+"""The port of /health and /metrics, which needs no certificate."""
 _FOLDER: Final = "/var/lib/etcd"
 _RESOURCES: Final[Json] = {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
 """The default resources. etcd keeps its last writes in memory, so an etcd that is filled up to its quota of 1 GiB uses
@@ -237,6 +241,31 @@ selectors and affinities are not copied: etcd does not need the nodes of workers
 def etcd_name(job_name: str) -> str:
     """Return the name of the service and of the deployment of a job's etcd."""
     return f"{job_name}-etcd"
+
+
+def etcd_hosts(job: Job, cluster_ip: str) -> tuple[str, ...]:
+    """Return the names and addresses at which clients reach a job's own etcd: agents, the operator and etcdctl."""
+    service = f"{etcd_name(job.name)}.{job.namespace}"
+    return cluster_ip, service, f"{service}.svc", "localhost", "127.0.0.1"
+
+
+def etcd_secret(job: Job, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the Secret with the certificates of a job's own etcd and its clients.
+
+    Its type cannot be changed, so this Secret never replaces one that does not belong to the operator.
+    """
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(job),
+        "type": f"{GROUP}/etcd-certificates",
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+    }
+
+
+def tls_secret(job: Job) -> str | None:
+    """Return the name of the Secret with a job's certificates for etcd; None if there is none."""
+    return etcd_name(job.name) if job.spec.etcd.has_certificates else job.spec.etcd.tls_secret
 
 
 def etcd_endpoint(cluster_ip: str) -> str:
@@ -261,15 +290,18 @@ def etcd_service(job: Job, *, cluster_ip: str | None) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(job), "spec": spec}
 
 
-def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
-    """Return the Deployment of a job's own etcd."""
+def etcd_deployment(job: Job, settings: PodSettings, certificate: str = "") -> dict[str, Any]:
+    """Return the Deployment of a job's own etcd; `certificate` is the value of its annotation."""
     storage = job.spec.etcd.storage
     claim = {"metadata": {"labels": _labels(job)}, "spec": storage}
     volume: Json = {"emptyDir": {}} if storage is None else {"ephemeral": {"volumeClaimTemplate": claim}}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(job),
+        "metadata": {
+            **_metadata(job),
+            **({"annotations": {constants.ANNOTATION_CERTIFICATE: certificate}} if certificate else {}),
+        },
         "spec": {
             "replicas": 1,
             # Two etcds behind one address would be two stores.
@@ -280,7 +312,7 @@ def etcd_deployment(job: Job, settings: PodSettings) -> dict[str, Any]:
                 "spec": {
                     **_shared_with_workers(job),
                     "containers": [_container(job, settings)],
-                    "volumes": [{"name": "data", **volume}],
+                    "volumes": [{"name": "data", **volume}, *_certificates(job)],
                     "automountServiceAccountToken": False,
                     # Otherwise a service called "etcd" would set variables that etcd reads.
                     "enableServiceLinks": False,
@@ -296,6 +328,7 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
     etcd = job.spec.etcd
     keeps_data = etcd.storage is not None
     client = f":{DEFAULT_PORT}"
+    scheme = "https" if etcd.has_certificates else "http"
     return {
         "name": ETCD,
         "image": etcd.image or settings.etcd_image,
@@ -303,25 +336,50 @@ def _container(job: Job, settings: PodSettings) -> dict[str, Any]:
         "args": [
             f"--name={etcd_name(job.name)}",
             f"--data-dir={_FOLDER}/{'data' if keeps_data else '$(POD_IP)'}",
-            f"--listen-client-urls=http://0.0.0.0{client}",
-            f"--advertise-client-urls=http://{etcd_name(job.name)}.{job.namespace}{client}",
+            f"--listen-client-urls={scheme}://0.0.0.0{client}",
+            f"--advertise-client-urls={scheme}://{etcd_name(job.name)}.{job.namespace}{client}",
+            f"--listen-metrics-urls=http://0.0.0.0:{_HEALTH_PORT}",
+            *(tls_flags(constants.ETCD_TLS_FOLDER) if etcd.has_certificates else ()),
             # Only clients that lost the connection for a moment need the history of the keys.
             "--auto-compaction-mode=periodic",
             "--auto-compaction-retention=10m",
             f"--quota-backend-bytes={1 << 30}",
         ],
-        "env": [_MEMORY_LIMIT, *([] if keeps_data else _WITHOUT_FSYNC)],
-        "ports": [{"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"}],
+        "env": [
+            _MEMORY_LIMIT,
+            *([] if keeps_data else _WITHOUT_FSYNC),
+            # For `kubectl exec deployment/<job>-etcd -- etcdctl …`.
+            {"name": "ETCDCTL_ENDPOINTS", "value": f"{scheme}://127.0.0.1{client}"},
+            *({"name": f"ETCDCTL_{name}", "value": path} for name, path in _etcdctl_files(job).items()),
+        ],
+        "ports": [
+            {"name": _PORT_NAME, "containerPort": DEFAULT_PORT, "protocol": "TCP"},
+            {"name": "health", "containerPort": _HEALTH_PORT, "protocol": "TCP"},
+        ],
         "readinessProbe": {
-            "httpGet": {"path": "/health", "port": _PORT_NAME},
+            "httpGet": {"path": "/health", "port": "health"},
             "periodSeconds": 1,
             "timeoutSeconds": 1,
             "failureThreshold": 3,
         },
         "resources": etcd.resources or _RESOURCES,
         "securityContext": {**RESTRICTED, "readOnlyRootFilesystem": True},
-        "volumeMounts": [{"name": "data", "mountPath": _FOLDER}],
+        "volumeMounts": [
+            {"name": "data", "mountPath": _FOLDER},
+            *({"name": each["name"], "mountPath": constants.ETCD_TLS_FOLDER} for each in _certificates(job)),
+        ],
     }
+
+
+def _certificates(job: Job) -> list[Json]:
+    """Return the volume with the certificates of a job's own etcd, which its group can read; empty without TLS."""
+    source = {"secretName": etcd_name(job.name), "defaultMode": 0o440}
+    return [{"name": "certificates", "secret": source}] if job.spec.etcd.has_certificates else []
+
+
+def _etcdctl_files(job: Job) -> dict[str, str]:
+    files = {"CACERT": AUTHORITY, "CERT": CERTIFICATE, "KEY": KEY} if job.spec.etcd.has_certificates else {}
+    return {name: f"{constants.ETCD_TLS_FOLDER}/{file}" for name, file in files.items()}
 
 
 _MEMORY_LIMIT: Final = {"name": "GOMEMLIMIT", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory"}}}

@@ -223,6 +223,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
         checkpoints=f"{constants.CHECKPOINT_FOLDER}/{job.name}/{new.index}",
         termination_log=str(container["terminationMessagePath"]),
         metrics_port=port,
+        tls=constants.ETCD_TLS_FOLDER if owned.tls_secret(job) is not None else None,
     )
     container |= {
         "name": WORKER,
@@ -240,7 +241,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
     if port:
         declared = {"name": constants.METRICS_PORT, "containerPort": port, "protocol": "TCP"}
         container["ports"] = owned.extended(given.get("ports"), [declared])
-    if (secret := job.spec.etcd.tls_secret) is not None:  # for the agent, and for workers that want it
+    if (secret := owned.tls_secret(job)) is not None:  # for the agent, and for workers that want it
         mount(pod, container, constants.ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
     mount(pod, container, "/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - in a container
     mount(pod, container, "/tmp", "tmp", {"emptyDir": {}})  # noqa: S108
@@ -273,7 +274,7 @@ def agent_arguments(spec: AppliedSpec) -> tuple[str, ...]:
 
 
 def agent_variables(
-    job: Job, pod: NewPod, *, store: str, checkpoints: str, termination_log: str, metrics_port: int
+    job: Job, pod: NewPod, *, store: str, checkpoints: str, termination_log: str, metrics_port: int, tls: str | None
 ) -> dict[str, str]:
     """Return the operator's variables for a pod's agent, except for the address of its node.
 
@@ -284,13 +285,14 @@ def agent_variables(
         checkpoints: the folder for the program's checkpoints.
         termination_log: the file for the agent's termination message.
         metrics_port: the port of the agent's /metrics; 0 for any free port.
+        tls: the folder with the certificates for the store; None for none.
     """
     spec, rendezvous = job.spec, job.spec.rendezvous
     conf = {
         "last_call_timeout": rendezvous.joining_window,
         "join_timeout": rendezvous.join_timeout,
         "lease": rendezvous.lease,
-        "tls": None if spec.etcd.tls_secret is None else constants.ETCD_TLS_FOLDER,
+        "tls": tls,
     }
     optional = {
         "PET_NON_RETRYABLE_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.FAIL_JOB),
