@@ -62,13 +62,17 @@ The operator's rights in the namespaces that it manages.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, create, patch, delete]
-# The Service and the Deployment of a job's etcd.
+# The Service and the Deployment of a job's etcd. An annotation says when its certificates are renewed.
 - apiGroups: [""]
   resources: [services]
   verbs: [list, watch, create, delete]
 - apiGroups: [apps]
   resources: [deployments]
-  verbs: [list, watch, create, delete]
+  verbs: [list, watch, create, patch, delete]
+# The certificates of a job's etcd: written by the operator, and never read.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, patch]
 # The disruption budget of a job that requests one.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]

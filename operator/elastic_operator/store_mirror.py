@@ -16,9 +16,17 @@ import msgspec
 
 from torchelastic.errors import MalformedRecord, SettingsError, StoreError, StoreTooLarge
 from torchelastic.protocol import codec, keys, records
-from torchelastic.store.api import Entry, Listing, Store, StoreSettings, parse_endpoints
+from torchelastic.store.api import (
+    MAX_ENTRIES,
+    MAX_LISTED,
+    Entry,
+    Listing,
+    Store,
+    StoreSettings,
+    parse_endpoints,
+    too_large,
+)
 from torchelastic.store.client import Backoff, RunLease, connect, follow
-from torchelastic.store.etcd_errors import MAX_ENTRIES, MAX_LISTED, too_large
 
 if TYPE_CHECKING:
     import ssl

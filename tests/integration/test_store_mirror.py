@@ -25,7 +25,7 @@ from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
-from tests.support.certificates import make_certificates
+from tests.support.certificates import CERTIFICATES, make_certificates
 from tests.support.etcd import EtcdServer, fake_etcd, http
 from tests.support.object_server import answering
 from torchelastic.errors import StoreError
@@ -178,6 +178,7 @@ class Followed:
         self.stores = JobStores(
             api or Api(Configuration()),
             lambda _: self._happened.set(),
+            CERTIFICATES,
             secret_namespaces=["team"],
             endpoints=EtcdEndpoints(allowed),
             timeout=0.0,

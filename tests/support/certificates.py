@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trustme
 
+from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+CERTIFICATES = EtcdCertificates(bytes(32), dt.timedelta(days=1))
+"""The certificates of the jobs' own etcds, from an operator's secret that is not random."""
 
 
 @dataclass(frozen=True)

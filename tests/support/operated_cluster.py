@@ -16,6 +16,7 @@ from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.owned_objects import PodSettings, etcd_name
+from tests.support.certificates import CERTIFICATES
 from tests.support.object_server import MADE, NAMESPACE, ObjectServer
 
 if TYPE_CHECKING:
@@ -57,12 +58,15 @@ class OperatedCluster:
             stores = JobStores(
                 api,
                 self._on_change,
+                CERTIFICATES,
                 endpoints=EtcdEndpoints(["127.0.0.0/8"]),
                 timeout=_ETCD_TIMEOUT,
                 managed_timeout=_ETCD_TIMEOUT,
             )
             await stack.enter_async_context(stores)
-            executor = Executor(cache=cache, writer=writer, stores=stores, settings=PodSettings())
+            executor = Executor(
+                cache=cache, writer=writer, stores=stores, certificates=CERTIFICATES, settings=PodSettings()
+            )
             self.backend = KubernetesBackend(api=api, cache=cache, stores=stores, executor=executor)
             self._reconciler = Reconciler(self.backend, reconciled=self._on_reconcile)
             work = asyncio.create_task(self._reconciler.run())

@@ -221,6 +221,7 @@ _FROM_OPERATOR: Final[Mapping[str, tuple[str, Callable[[RawValue], Any]]]] = {
     "combined": (Env.COMBINED_OUTPUT, parsers.switch),
     "job": (Env.JOB, lambda raw: raw.text.rpartition("/")[::2]),
     "job_created": (Env.JOB_CREATED, _TIME),
+    "certificates": (Env.ETCD_TLS, parsers.tls_folder),
 }
 """The values that only the operator sets, with their variables and parsers."""
 

@@ -185,7 +185,9 @@ def _read_store(line: CommandLine, backend: RawValue) -> StoreSettings | None:
         # The message shows the invalid part only, because the value may contain a password.
         raise endpoint.error(str(error), secret=True) from None
     values = line.values
-    files = values.get("tls", {}) | {key: values[key] for key in ("cacert", "cert", "key") if key in values}
+    files = values.get("tls", values.get("certificates", {})) | {
+        key: values[key] for key in ("cacert", "cert", "key") if key in values
+    }
     protocol = values.get("protocol") or written or ("https" if files else "http")
     if protocol != (written or protocol):
         raise line.raw["protocol"].error(f"{endpoint.source} specifies {written}://; set only one of the two")

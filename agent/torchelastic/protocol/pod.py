@@ -47,6 +47,8 @@ class Env:
     """The file for the :class:`TerminationMessage`."""
     METRICS_PORT: Final = "TORCHELASTIC_METRICS_PORT"
     """Port of /metrics; 0 for any free port; unset for none."""
+    ETCD_TLS: Final = "TORCHELASTIC_ETCD_TLS"
+    """The folder with the certificates for etcd; unset for etcd without TLS."""
     PROTOCOL: Final = "TORCHELASTIC_PROTOCOL"
     """The operator's protocol version."""
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from torchelastic.errors import SettingsError
+from torchelastic.errors import SettingsError, StoreTooLarge
 
 if TYPE_CHECKING:
     import socket
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT: Final = 2379
 """etcd's own port for clients."""
+
+MAX_ENTRIES: Final = 4096
+"""Maximum number of keys of a run: a thousand nodes have a key each, and leave room for those that are replaced."""
+
+MAX_LISTED: Final = 4 << 20
+"""Maximum size of a run's keys with their values: the records of a thousand nodes take less than 1 MiB."""
 
 _ENDPOINT: Final = re.compile(
     r"(?:(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://)?"
@@ -61,6 +67,14 @@ class StoreSettings:
     silence_limit: float = 5.0
     version: int | None = None
     open_socket: Callable[[tuple[Any, ...]], socket.socket] | None = None
+
+
+def too_large(where: str) -> StoreTooLarge:
+    """Return the error for a server that sends more than the keys of a run can be."""
+    return StoreTooLarge(
+        f"{where} sends more than the keys of a run, which have at most {MAX_ENTRIES} entries and "
+        f"{MAX_LISTED >> 20} MiB: use an etcd without other programs' keys below /torchelastic/"
+    )
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[str | None, tuple[str, ...]]:

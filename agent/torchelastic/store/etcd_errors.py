@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreTooLarge, StoreUnavailable
+from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
+from torchelastic.store.api import too_large
 
 if TYPE_CHECKING:
     from torchelastic.store.api import StoreSettings
-
-MAX_ENTRIES: Final = 4096
-"""Maximum number of keys of a run: a thousand nodes have a key each, and leave room for those that are replaced."""
-
-MAX_LISTED: Final = 4 << 20
-"""Maximum size of a run's keys with their values: the records of a thousand nodes take less than 1 MiB."""
 
 MAX_ANSWER: Final = 6 << 20
 """Maximum size of an answer: MAX_LISTED in base64, and the revisions of a page of keys."""
@@ -35,14 +30,6 @@ _TRANSIENT_CODES: Final = frozenset({1, 2, 4, 8, 10, 13, 14})
 
 _TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
 """etcd's messages about a missing or expired token."""
-
-
-def too_large(where: str) -> StoreTooLarge:
-    """Return the error for a server that sends more than the keys of a run can be."""
-    return StoreTooLarge(
-        f"{where} sends more than the keys of a run, which have at most {MAX_ENTRIES} entries and "
-        f"{MAX_LISTED >> 20} MiB: use an etcd without other programs' keys below /torchelastic/"
-    )
 
 
 async def read_answer(endpoint: str, response: aiohttp.ClientResponse, *, signs: bytes, limit: int) -> bytearray:

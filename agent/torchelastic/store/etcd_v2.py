@@ -37,8 +37,8 @@ import msgspec
 
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol.keys import KEY_ROOT
-from torchelastic.store.api import Change, Entry, Listing
-from torchelastic.store.etcd_errors import MAX_ENTRIES, NotAuthorized, WrongApi, read_answer, unexpected
+from torchelastic.store.api import MAX_ENTRIES, Change, Entry, Listing
+from torchelastic.store.etcd_errors import NotAuthorized, WrongApi, read_answer, unexpected
 from torchelastic.store.etcd_v3 import EtcdServers
 
 if TYPE_CHECKING:

@@ -29,11 +29,9 @@ import msgspec
 from yarl import URL
 
 from torchelastic.errors import LeaseLost, SettingsError, StoreError, StoreRefused, StoreUnavailable
-from torchelastic.store.api import Change, Entry, Listing
+from torchelastic.store.api import MAX_ENTRIES, MAX_LISTED, Change, Entry, Listing, too_large
 from torchelastic.store.etcd_errors import (
     MAX_ANSWER,
-    MAX_ENTRIES,
-    MAX_LISTED,
     Fault,
     LeaseExists,
     NotAuthorized,
@@ -47,7 +45,6 @@ from torchelastic.store.etcd_errors import (
     read_answer,
     refused,
     shown,
-    too_large,
     unexpected,
 )
 

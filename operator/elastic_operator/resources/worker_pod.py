@@ -292,13 +292,13 @@ def agent_variables(
         "last_call_timeout": rendezvous.joining_window,
         "join_timeout": rendezvous.join_timeout,
         "lease": rendezvous.lease,
-        "tls": tls,
     }
     optional = {
         "PET_NON_RETRYABLE_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.FAIL_JOB),
         "PET_UNCHARGED_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.IGNORE),
         "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
         "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
+        Env.ETCD_TLS: tls,
         Env.RESUME: "" if pod.resume is None else encode(pod.resume).decode(),
     }
     return {

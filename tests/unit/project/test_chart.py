@@ -135,6 +135,7 @@ def arguments(values: Mapping[str, str]) -> list[str]:
 
 def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
     words = {"--etcd-image": "etcd:1", "--agent-metrics-port": "9000", "--log-level": "error", "--log-format": "json"}
+    words["--etcd-certificate-days"] = "9"
     given = arguments(words)
     assert {"--leader-elect", "--no-leader-elect"} <= set(given)
     settings = parse([each for each in given if each != "--no-leader-elect"], {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})
@@ -142,6 +143,7 @@ def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
         namespaces=("team",),
         etcd_secrets_namespaces=("team",),
         etcd_endpoints=("team",),
+        certificate_days=9.0,
         pods=PodSettings(
             etcd_image="etcd:1", agent_metrics_port=9000, network_policies=False, metrics_namespaces=("team",)
         ),
@@ -184,7 +186,8 @@ def test_the_rbac_rules_are_minimal() -> None:
         ("elastic.pytorch.org", "elasticjobs/scale"): {"patch"},
         ("", "pods"): owned | {"patch"},
         ("", "services"): owned,
-        ("apps", "deployments"): owned,
+        ("apps", "deployments"): owned | {"patch"},
+        ("", "secrets"): {"create", "patch"},
         ("policy", "poddisruptionbudgets"): owned | {"patch"},
         ("networking.k8s.io", "networkpolicies"): owned | {"patch"},
         ("scheduling.x-k8s.io", "podgroups"): {"list", "create", "patch", "delete"},

@@ -121,7 +121,7 @@ async def test_no_pod_is_created_before_its_network_policy_which_follows_the_job
     await cluster.reconcile()
     after = {method: cluster.server.count_requests(method, NETWORK_POLICIES) for method in ("GET", "POST", "PATCH")}
     assert after == before == {**before, "GET": 0, "PATCH": 0}
-    cluster.add_job(metricsPort=0)
+    cluster.add_job(suspend=True)
     await cluster.wait_for(lambda: cluster.server.of_kind(NETWORK_POLICIES) == [])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elastic_operator.kubernetes.client import Api, Resource
-from elastic_operator.kubernetes.job_store import Credentials, JobStores
-from tests.support.certificates import Certificates, make_certificates
+from elastic_operator.kubernetes.job_store import JobStores, tls_context
+from tests.support.certificates import CERTIFICATES, Certificates, make_certificates
 from tests.support.object_server import ObjectServer
 from torchelastic.errors import StoreRefused, StoreUnavailable
 
@@ -35,26 +34,11 @@ def a_secret(**data: str | bytes) -> dict[str, Any]:
     return {"metadata": {"name": "hub", "namespace": "team"}, "data": encoded}
 
 
-def test_credentials_are_files_until_they_are_closed(files: Certificates) -> None:
-    secret = a_secret(ca_crt=files.authority, tls_crt=files.client, tls_key=files.client_key)
-    credentials = Credentials.of(secret)
-    assert credentials.authority is not None
-    assert credentials.certificate is not None
-    context = ssl.create_default_context(cafile=credentials.authority)
-    context.load_cert_chain(credentials.certificate, credentials.key)
-    assert len(context.get_ca_certs()) == 1
-    assert Path(credentials.authority).read_bytes() == Path(files.authority).read_bytes()
-
-    credentials.close()
-    assert not Path(credentials.authority).exists()
-    credentials.close()
-
-    for part, expected in (
-        ({"ca_crt": files.authority}, (True, False, False)),
-        ({"tls_crt": files.client, "tls_key": files.client_key}, (False, True, True)),
-    ):
-        with contextlib.closing(Credentials.of(a_secret(**part))) as some:
-            assert tuple(map(bool, (some.authority, some.certificate, some.key))) == expected
+def test_a_secret_may_have_an_authority_a_client_certificate_or_both(files: Certificates) -> None:
+    pair = {"tls_crt": files.client, "tls_key": files.client_key}
+    for data in ({"ca_crt": files.authority, **pair}, {"ca_crt": files.authority}):
+        assert len(tls_context(a_secret(**data)).get_ca_certs()) == 1
+    assert tls_context(a_secret(**pair)).verify_mode is ssl.CERT_REQUIRED
 
 
 def test_an_invalid_secret_is_explained(files: Certificates) -> None:
@@ -68,7 +52,7 @@ def test_an_invalid_secret_is_explained(files: Certificates) -> None:
         ({"metadata": {"name": "hub"}, "data": {"ca.crt": "#"}}, "ca.crt of the Secret hub is not base64"),
     ):
         with pytest.raises(StoreRefused, match=words) as refused:
-            Credentials.of(secret)
+            tls_context(secret)
         assert "hub" in str(refused.value)
         assert "/proc/" not in str(refused.value)
 
@@ -85,13 +69,13 @@ async def server() -> AsyncIterator[ObjectServer]:
 @pytest.fixture
 async def stores(server: ObjectServer) -> AsyncIterator[JobStores]:
     async with Api(server.configuration) as api:
-        yield JobStores(api, lambda _key: None, secret_namespaces=["team"])
+        yield JobStores(api, lambda _key: None, CERTIFICATES, secret_namespaces=["team"])
 
 
 async def test_a_secret_is_read_on_every_call(server: ObjectServer, stores: JobStores, files: Certificates) -> None:
     server.put(SECRETS, "hub", **a_secret(ca_crt=files.authority))
     for _ in range(2):
-        (await stores.read_secret("team", "hub")).close()
+        assert (await stores.read_secret("team", "hub"))["data"]
     assert server.requests == [("GET", "/api/v1/namespaces/team/secrets/hub")] * 2
     assert stores.forbidden("team", "hub") is None
     assert "the Secret hub in the namespace other" in (stores.forbidden("other", "hub") or "")

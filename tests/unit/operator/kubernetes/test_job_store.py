@@ -12,6 +12,7 @@ from kubernetes.aio.client import Configuration
 from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.store_mirror import StoreMirror
+from tests.support.certificates import CERTIFICATES
 from torchelastic.errors import StoreError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
 ) -> None:
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.StoreMirror", FakeMirror)
     woken = []
-    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, managed_timeout=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, CERTIFICATES, managed_timeout=0.0) as stores:
 
         def own(*, available: bool) -> StoreMirror:
             return stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=available)
@@ -69,7 +70,10 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
 
     monkeypatch.setattr(StoreMirror, "run", run)
     woken = asyncio.Event()
-    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: woken.set(), timeout=0.0) as stores:
+    async with (
+        asyncio.timeout(TIMEOUT),
+        JobStores(NO_API, lambda _key: woken.set(), CERTIFICATES, timeout=0.0) as stores,
+    ):
         stores.follow("uid", "team/digits", "127.9.9.9:2379", external=True, available=True)
         await woken.wait()
         assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
@@ -88,7 +92,7 @@ async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice
     now: SimpleNamespace,
 ) -> None:
     woken: list[str] = []
-    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, timeout=0.0) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, woken.append, CERTIFICATES, timeout=0.0) as stores:
         own = stores.follow("own", "team/own", "127.9.9.9:2379", external=False, available=True)
         for now.time, reported in ((0.0, None), (50.0, None), (60.0, "no route")):
             fail(own, "no route")
@@ -114,12 +118,12 @@ async def test_a_store_error_is_reported_after_a_delay_and_changes_at_most_twice
 async def test_no_connection_is_tried_while_the_store_is_not_up(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = asyncio.Event()
 
-    def at(_endpoint: str) -> NoReturn:
+    def at(_endpoint: str, _tls: object) -> NoReturn:
         connected.set()
         raise StoreError("no route")
 
     monkeypatch.setattr("elastic_operator.kubernetes.job_store.store_at", at)
-    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: None) as stores:
+    async with asyncio.timeout(TIMEOUT), JobStores(NO_API, lambda _key: None, CERTIFICATES) as stores:
         for available in (False, True):
             stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=available)
             for _ in range(9):

@@ -20,6 +20,7 @@ from elastic_operator.kubernetes.pod_status import pod_of
 from elastic_operator.kubernetes.writer import Writer
 from elastic_operator.resources.owned_objects import PodSettings, etcd_deployment, etcd_service
 from tests.support import cluster_objects
+from tests.support.certificates import CERTIFICATES
 from tests.support.object_server import answering
 
 if TYPE_CHECKING:
@@ -131,10 +132,12 @@ async def backend(cluster: Cluster) -> AsyncIterator[KubernetesBackend]:
     async with (
         answering(cluster.answer) as configuration,
         Api(configuration) as api,
-        JobStores(api, lambda _key: None) as stores,
+        JobStores(api, lambda _key: None, CERTIFICATES) as stores,
     ):
         writer = Writer(api, cluster.cache)
-        executor = Executor(cache=cluster.cache, writer=writer, stores=stores, settings=PodSettings())
+        executor = Executor(
+            cache=cluster.cache, writer=writer, stores=stores, certificates=CERTIFICATES, settings=PodSettings()
+        )
         yield KubernetesBackend(api=api, cache=cluster.cache, stores=stores, executor=executor)
 
 

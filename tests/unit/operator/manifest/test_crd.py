@@ -247,7 +247,7 @@ REFUSED: list[tuple[Any, str]] = [
     (job(nprocPerNode="tpu"), "spec.nprocPerNode: must be a number from 1 to 4096"),
     (
         job(etcd={"endpoint": "a:1", "image": "b"}),
-        "spec.etcd.endpoint: cannot be combined with image, resources",
+        "spec.etcd.endpoint: cannot be combined with image, resources, storage or security",
     ),
     (job(etcd={"endpoint": "a b"}), "spec.etcd.endpoint: must be host:port"),
     (job(etcd={"tlsSecret": "s"}), "spec.etcd.tlsSecret: applies only to an endpoint that begins with https://"),
@@ -385,6 +385,7 @@ STAYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (job(failurePolicy={"rules": RULES}), job(failurePolicy={"rules": [*RULES, *RULES]}), "failurePolicy"),
     (job(etcd={"image": "i"}), job(etcd={"image": "j"}), "etcd.image"),
     (job(etcd={"image": "i"}), job(), "etcd.image"),
+    (job(), job(etcd={"security": "None"}), "etcd.security"),
     (job(etcd={"endpoint": "https://a"}), job(etcd={"endpoint": "https://a", "tlsSecret": "s"}), "etcd.tlsSecret"),
     (job(etcd={"endpoint": "a:1"}), job(etcd={"endpoint": "b:1"}), "etcd.endpoint"),
     (job(etcd={"endpoint": "a:1"}), job(), "etcd.endpoint"),

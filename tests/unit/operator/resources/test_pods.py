@@ -44,7 +44,7 @@ POD = NewPod(name="digits-1-abcde", index=1, size=size(2, generation=3, minimum=
 
 def variables_of(job: Job, pod: NewPod = POD) -> dict[str, str]:
     where = {"checkpoints": "/checkpoints/digits/1", "termination_log": "/dev/termination-log"}
-    return agent_variables(job, pod, store="10.0.0.9:2379", metrics_port=9100, **where)
+    return agent_variables(job, pod, store="10.0.0.9:2379", metrics_port=9100, tls=None, **where)
 
 
 def parsed_by_the_agent(job: Job, pod: NewPod = POD) -> AgentSettings:

@@ -25,6 +25,10 @@ POD = NewPod(name="digits-1-bcdfg", index=1, size=size(2, generation=3), failure
 STORE = "10.96.0.7:2379"
 
 
+CERTIFICATES = {"/etc/torchelastic/etcd": "etcd-tls"}
+"""The mount of the certificates for the job's own etcd."""
+
+
 def pod_of(template: Any = None, settings: PodSettings | None = None, **spec: Any) -> dict[str, Any]:
     """Return the pod of a job with this template's spec."""
     fields = {"image": "elastic-agent:dev", "args": ("train.py",), **spec}
@@ -84,7 +88,7 @@ def test_the_pod_of_a_minimal_job() -> None:
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert (container["command"], container["args"]) == (["torchelastic-run"], ["train.py"])
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    assert mounts_of(container) == {"/dev/shm": "dshm", "/tmp": "tmp", "/checkpoints": "checkpoints"}
+    assert mounts_of(container) == {"/dev/shm": "dshm", "/tmp": "tmp", "/checkpoints": "checkpoints", **CERTIFICATES}
     assert {"name": "dshm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
     env = env_of(container)
     assert (env["PET_RDZV_ENDPOINT"], env["PET_RDZV_ID"], env["PET_NNODES"]) == (STORE, UID, "1:4")
@@ -145,7 +149,7 @@ def test_a_folder_that_the_template_mounts_is_not_mounted_again(folder: str) -> 
         }
     )
     mounts = mounts_of(worker_of(pod))
-    assert {path.rstrip("/") for path in mounts} == {"/dev/shm", "/tmp", "/checkpoints"}
+    assert {path.rstrip("/") for path in mounts} == {"/dev/shm", "/tmp", "/checkpoints", *CERTIFICATES}
     assert mounts[folder] == "mine"
     assert {volume["name"] for volume in pod["spec"]["volumes"]} == set(mounts.values())
 
@@ -363,7 +367,7 @@ def test_the_credentials_for_etcd_are_mounted_read_only() -> None:
     (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == "/etc/torchelastic/etcd"]
     assert mount["readOnly"] is True
     assert {"name": mount["name"], "secret": {"secretName": "hub"}} in pod["spec"]["volumes"]
-    assert "/etc/torchelastic/etcd" in env_of(container)["PET_RDZV_CONF"]
+    assert env_of(container)[Env.ETCD_TLS] == "/etc/torchelastic/etcd"
 
 
 # Any template
