@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from elastic_operator.local.processes import find_etcd
 from tests.support.etcd import until_keys
 from tests.support.local_runs import LocalRun, gone, manifest, processes_of, reasons, training
 from tests.support.workers import poll_until
+from torchelastic.errors import StoreError
 from torchelastic.protocol.keys import KEY_ROOT
 from torchelastic.protocol.records import RunState
 from torchelastic.store.api import StoreSettings
@@ -150,6 +152,7 @@ async def test_pods_that_ignore_sigterm_are_killed_within_seconds(home: Path, tm
 
 SAVES = """
 import time
+from dataclasses import replace
 from pathlib import Path
 import torchelastic as worker
 
@@ -167,7 +170,12 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
     (tmp_path / "saves.py").write_text(SAVES)
     async with LocalRun(home, manifest(tmp_path, command=[sys.executable, "saves.py"], replicas=1)) as run:
         snapshot = await run.wait_until_training(1)
-        etcd = StoreSettings(endpoints=(snapshot["etcd"]["endpoint"],))
+        folder = Path(snapshot["run"]["directory"]) / "tls"
+        assert folder.stat().st_mode & 0o077 == 0
+        stranger = StoreSettings((snapshot["etcd"]["endpoint"],), "https", ca_cert=f"{folder}/ca.crt")
+        with pytest.raises(StoreError, match="(?i)certificate"):
+            await connect_store(stranger)
+        etcd = replace(stranger, cert=f"{folder}/tls.crt", key=f"{folder}/tls.key")
         # wait until elasticjob can read that the worker asks for notice
         await until_keys(etcd, KEY_ROOT, lambda keys: any(b'"notice":20' in entry.value for entry in keys.values()))
         run.process.send_signal(signal.SIGINT)
