@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import Counter
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 
+from elastic_operator.certificates import JobAuthority
 from tests.support.certificates import make_certificates
 from tests.support.controlled_workers import TRAINING, ControlledRun
 from tests.support.etcd import EtcdServer, fake_etcd
+from torchelastic.protocol.pod import Env
+from torchelastic.store.etcd_process import tls_flags
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -111,3 +115,33 @@ async def test_several_servers_certificates_a_user_and_a_password_come_from_the_
         async with run.agent("a", endpoints, "--nnodes=1:1", f"{conf}hunter2") as agent:
             assert await agent.code() == 5
         assert "hunter2" not in agent.output
+
+
+async def test_training_continues_while_certificates_are_renewed_ten_times(tmp_path: Path) -> None:
+    folder, lifetime = tmp_path / "tls", timedelta(seconds=6)
+    folder.mkdir()
+
+    def renew() -> None:
+        for name, content in JobAuthority(bytes(32), "job").issue(["127.0.0.1"], lifetime).items():
+            (folder / f"{name}.new").write_bytes(content)
+            (folder / f"{name}.new").rename(folder / name)
+
+    renew()
+    flags = ("--nnodes=2:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
+    etcd = EtcdServer(tmp_path, protocol="https", args=tls_flags(f"{folder}"))
+    async with (
+        etcd,
+        ControlledRun(tmp_path, etcd) as run,
+        run.agent("a", *flags, env={Env.ETCD_TLS: f"{folder}"}) as a,
+        run.agent("b", *flags, env={Env.ETCD_TLS: f"{folder}"}) as b,
+    ):
+        workers = await run.round(1, world=2)
+        await asyncio.gather(*(worker.execute(TRAINING) for worker in workers))
+        for _ in range(10):
+            renew()
+            await asyncio.sleep(lifetime.total_seconds() / 2)
+        await train_on(workers)
+        assert run.rounds == {1}
+        assert not lines_with((a, b), "certificate")
+        async with run.agent("c", *flags, env={Env.ETCD_TLS: f"{folder}"}):
+            await run.round(2, world=3)

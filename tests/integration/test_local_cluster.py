@@ -173,7 +173,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
         folder = Path(snapshot["run"]["directory"]) / "tls"
         assert folder.stat().st_mode & 0o077 == 0
         stranger = StoreSettings((snapshot["etcd"]["endpoint"],), "https", ca_cert=f"{folder}/ca.crt")
-        with pytest.raises(StoreError, match="(?i)certificate"):
+        with pytest.raises(StoreError, match=r"(?i)certificate"):
             await connect_store(stranger)
         etcd = replace(stranger, cert=f"{folder}/tls.crt", key=f"{folder}/tls.key")
         # wait until elasticjob can read that the worker asks for notice
