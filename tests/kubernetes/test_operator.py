@@ -21,6 +21,7 @@ from elastic_operator.kubernetes.client import (
     ELASTIC_JOBS,
     LEASES,
     PODS,
+    SECRETS,
     SERVICES,
 )
 from tests.support.operator_namespace import (
@@ -116,6 +117,34 @@ async def test_a_job_gets_an_etcd_and_pods_and_leaves_nothing(ns: OperatorNamesp
     await ns.kubectl("delete", "elasticjob/digits")
     for resource in (PODS, SERVICES, DEPLOYMENTS, ELASTIC_JOBS):
         await ns.wait_for(resource, lambda found: not found)
+
+
+async def test_the_certificates_of_an_etcd_are_written_once_and_renewed_in_time(
+    ns: OperatorNamespace, tmp_path: Path
+) -> None:
+    note = "elastic.pytorch.org/certificate"
+
+    def renewal(found: Objects) -> str:
+        return str(found.get("digits-etcd", {}).get("metadata", {}).get("annotations", {}).get(note, ""))
+
+    async with ns.operator(tmp_path):
+        await ns.apply(replicas=1)
+        first = await ns.wait_for(DEPLOYMENTS, lambda found: "digits-etcd" in found)
+        written = await ns.api.get(SECRETS, ns.name, "digits-etcd")
+    container = first["digits-etcd"]["spec"]["template"]["spec"]["containers"][0]
+    assert "--client-cert-auth" in container["args"]
+    assert written["data"].keys() == {"ca.crt", "tls.crt", "tls.key"}
+    assert written["metadata"]["ownerReferences"][0]["kind"] == "ElasticJob"
+    async with ns.operator(tmp_path, "--etcd-certificate-days=0.0001"):  # renews a certificate after 4 s
+        await ns.change(replicas=2)
+        await ns.wait_for_pods(2)
+        assert await ns.api.get(SECRETS, ns.name, "digits-etcd") == written
+        await ns.kubectl("delete", "deployment", "digits-etcd")
+        second = await ns.wait_for(DEPLOYMENTS, lambda found: renewal(found) not in ("", renewal(first)))
+        await ns.wait_for(DEPLOYMENTS, lambda found: renewal(found) not in ("", renewal(second)))
+    renewed = await ns.api.get(SECRETS, ns.name, "digits-etcd")
+    assert renewed["metadata"]["uid"] == written["metadata"]["uid"]
+    assert renewed["data"]["tls.crt"] != written["data"]["tls.crt"]
 
 
 async def test_replicas_are_set_once_and_scaling_keeps_the_remaining_pods(
@@ -218,8 +247,15 @@ async def test_a_failed_pod_is_replaced_counted_and_kept_for_its_log(
             "409",
             "delete service digits-etcd",
         ),
+        (
+            ["create secret generic digits-etcd --from-literal=password=mine"],
+            {"etcd": {}},
+            ("Waiting", "if it belongs to another program, delete it, or give the job another name"),
+            "422",
+            "delete secret digits-etcd",
+        ),
     ],
-    ids=["by the API server", "by a quota", "by a foreign service"],
+    ids=["by the API server", "by a quota", "by a foreign service", "by a foreign secret"],
 )
 async def test_a_blocked_job_reports_the_reason_is_retried_slowly_and_delays_no_other_job(
     ns: OperatorNamespace,

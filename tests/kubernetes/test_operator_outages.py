@@ -31,7 +31,7 @@ RIGHTS = {
         "--verb=list,watch",
         f"--resource={_JOBS},pods,services,deployments.apps,poddisruptionbudgets.policy,networkpolicies.networking.k8s.io",
     ),
-    "tells": ("--verb=create,update,patch", f"--resource={_JOBS}/status,{_JOBS}/scale,events"),
+    "tells": ("--verb=create,get,update,patch", f"--resource={_JOBS}/status,{_JOBS}/scale,events,secrets"),
     "creates": ("--verb=create", "--resource=pods,networkpolicies.networking.k8s.io"),
 }
 """Roles with some permissions of an operator, as arguments of ``kubectl create role``."""

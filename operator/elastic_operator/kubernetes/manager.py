@@ -5,14 +5,16 @@ Every copy lists and watches objects, so that it can take over at once. Only the
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import functools
 import logging
 from typing import TYPE_CHECKING, Final
 
 from elastic_operator.controller.reconciler import Reconciler
+from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.backend import KubernetesBackend
-from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api
+from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, Api, backoff, with_hint
 from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates, operator_secret
 from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
 from elastic_operator.kubernetes.executor import Executor
@@ -25,13 +27,15 @@ from elastic_operator.kubernetes.object_cache import ObjectCache
 from elastic_operator.kubernetes.writer import Writer
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping
 
     from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Pod
     from elastic_operator.kubernetes.settings import OperatorSettings
 
+
+_FIRST_RETRY: Final = 0.5
+_LAST_RETRY: Final = 30.0
 
 logger: Final = logging.getLogger(__name__)
 
@@ -81,9 +85,8 @@ class Manager:
             await elector.run(self._reconcile)
 
     async def _reconcile(self) -> None:
-        settings, namespace = self._settings, self._settings.lease_namespace or self._api.namespace
-        secret = await operator_secret(self._api, namespace, f"{settings.lease_name}-etcd")
-        certificates = EtcdCertificates(secret, dt.timedelta(days=settings.certificate_days))
+        settings = self._settings
+        certificates = EtcdCertificates(await self._secret(), dt.timedelta(days=settings.certificate_days))
         async with (
             Writer(self._api, self._cache, settings.identity, self._metrics.created) as writer,
             JobStores(
@@ -117,6 +120,17 @@ class Manager:
                 await self._reconciler.run()
             finally:
                 self._reconciler = self._backend = None
+
+    async def _secret(self) -> bytes:
+        """Return the operator's secret, as soon as it can be read or created."""
+        namespace, name = self._settings.lease_namespace or self._api.namespace, f"{self._settings.lease_name}-etcd"
+        for delay in backoff(_FIRST_RETRY, _LAST_RETRY):
+            try:
+                return await operator_secret(self._api, namespace, name)
+            except ClusterError as error:
+                logger.warning("no job is managed without the operator's secret: %s", with_hint(str(error)))
+            await asyncio.sleep(delay)
+        raise AssertionError("the delays never end")
 
     def _on_change(self, key: str) -> None:
         if self._reconciler is not None:  # a new leader reconciles all jobs
