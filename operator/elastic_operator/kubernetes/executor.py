@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from elastic_operator.api import constants
 from elastic_operator.api.constants import Reason, report_name
@@ -121,9 +121,9 @@ class Executor:
         """
         errors: list[ClusterError] = []
 
-        async def attempt(work: Awaitable[_Result], otherwise: _Result) -> _Result:
+        async def attempt(work: Callable[..., Awaitable[_Result]], *args: Any, otherwise: _Result) -> _Result:  # noqa: ANN401 - those of work
             try:
-                return await work
+                return await work(*args)
             except ClusterError as error:
                 errors.append(error)
             except StoreError as error:
@@ -133,22 +133,22 @@ class Executor:
         creates, left = record.creates, False
         waits = creates.wait > 0
         endpoint, has_policy = await asyncio.gather(
-            attempt(self._ensure_etcd(job, plan, record, report_error), None),
-            attempt(self._ensure_network_policy(job, plan, record), False),
+            attempt(self._ensure_etcd, job, plan, record, report_error, otherwise=None),
+            attempt(self._ensure_network_policy, job, plan, record, otherwise=False),
         )
-        has_group = await attempt(self._ensure_pod_group(job, plan, record), False)
+        has_group = await attempt(self._ensure_pod_group, job, plan, record, otherwise=False)
         incomplete = bool(errors)
-        await attempt(self._ensure_pdb(job, plan, record), None)
+        await attempt(self._ensure_pdb, job, plan, record, otherwise=None)
         if plan.size is not None:
-            await attempt(self.stores.write_size(job.uid, plan.size), None)
-        deletes = [self.writer.delete(client.PODS, job.namespace, pod.name, pod.uid) for pod in plan.remove]
-        await asyncio.gather(*(attempt(delete, None) for delete in deletes))
+            await attempt(self.stores.write_size, job.uid, plan.size, otherwise=None)
+        delete = partial(attempt, self.writer.delete, client.PODS, job.namespace, otherwise=None)
+        await asyncio.gather(*(delete(pod.name, pod.uid) for pod in plan.remove))
         if endpoint is not None and has_policy and has_group and plan.create:
             if not waits:
-                left = await attempt(self._create_pods(job, plan.create, endpoint, record), False)
+                left = await attempt(self._create_pods, job, plan.create, endpoint, record, otherwise=False)
         elif not incomplete and not waits and creates.rejected is None:
             creates.succeed()
-        await attempt(self._annotate_ports(job), None)
+        await attempt(self._annotate_ports, job, otherwise=None)
         raise_worst(errors)
         if plan.delete_job:
             await self.writer.delete(client.ELASTIC_JOBS, job.namespace, job.name, job.uid)
