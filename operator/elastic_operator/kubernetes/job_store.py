@@ -11,6 +11,7 @@ import base64
 import contextlib
 import logging
 import time
+from asyncio import sslproto
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Self
 
@@ -74,6 +75,9 @@ def _expiry(secret: Json) -> float | None:
 
 
 logger: Final = logging.getLogger(__name__)
+
+# Every connection has a buffer of this size, which is 256 KiB by default: too much for thousands of connections.
+sslproto.SSLProtocol.max_size = 1 << 14
 
 WRITE_TIMEOUT: Final = 1.0
 """Maximum number of seconds for writing a size, so that a hanging store does not delay pods for longer."""
