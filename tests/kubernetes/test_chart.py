@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from testbed.cluster import Result
     from tests.support.etcd import EtcdServer
 
+CERTIFICATE = "elastic.pytorch.org/certificate"
+
 pytestmark = [pytest.mark.control_plane, pytest.mark.asyncio(loop_scope="module")]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -561,12 +563,13 @@ async def test_a_crd_applied_by_others_is_not_changed(helm: Helm) -> None:
 
 
 async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(helm: Helm) -> None:
-    lease_rights = {("coordination.k8s.io", "leases", "create", "")}
-    lease_rights |= {("coordination.k8s.io", "leases", verb, RELEASE) for verb in ("get", "update")}
+    own_rights = {("coordination.k8s.io", "leases", "create", "")}
+    own_rights |= {("", "secrets", "create", ""), ("", "secrets", "get", f"{RELEASE}-etcd")}
+    own_rights |= {("coordination.k8s.io", "leases", verb, RELEASE) for verb in ("get", "update")}
     await helm("install", RELEASE, str(CHART))
     jobs_rights = await helm.rights(of=RELEASE, namespace="default")
     assert ("elastic.pytorch.org", "elasticjobs", "watch", "") in jobs_rights
-    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == jobs_rights | lease_rights
+    assert await helm.rights(of=RELEASE, namespace=helm.namespace) == jobs_rights | own_rights
 
     async with helm.cluster.namespace() as one, helm.cluster.namespace() as other:
         listed = f"--set=namespaces={{{one},{other}}}"
@@ -574,7 +577,7 @@ async def test_the_operator_has_its_permissions_in_the_listed_namespaces_only(he
         assert await helm.rights(of=RELEASE, namespace=one) == jobs_rights | {("", "secrets", "get", "")}
         assert await helm.rights(of=RELEASE, namespace=other) == jobs_rights
         assert await helm.rights(of=RELEASE, namespace="default") == set()
-        assert await helm.rights(of=RELEASE, namespace=helm.namespace) == lease_rights
+        assert await helm.rights(of=RELEASE, namespace=helm.namespace) == own_rights
         [container] = (await helm.get(f"deployment/{RELEASE}"))["spec"]["template"]["spec"]["containers"]
         assert f"--etcd-secrets-namespace={one}" in container["args"]
         notes = (await helm("get", "notes", RELEASE)).stdout
@@ -611,6 +614,7 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
 ) -> None:
     where = [] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]
     where += [f"--set=etcd.secretNamespaces={{{helm.namespace}}}", "--set=etcd.allowedEndpoints={127.0.0.0/8}"]
+    where.append("--set=etcd.certificateDays=0.0001")  # renewed after 4 s
     await helm("install", RELEASE, str(CHART), *where)
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     granted = await helm.rights(of=RELEASE, namespace=helm.namespace)
@@ -638,7 +642,12 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     await ns.apply("rounds", maxReplicas=2, disruptionBudget=True)
     pods = await ns.wait_for_pods(2, "rounds")
     gone, stays = sorted(pods, key=lambda name: index_of(pods[name]))
-    await ns.wait_for(DEPLOYMENTS, lambda found: "rounds-etcd" in found)
+    made = await ns.wait_for(DEPLOYMENTS, lambda found: "rounds-etcd" in found)
+    notes = made["rounds-etcd"]["metadata"]["annotations"]
+    await ns.wait_for(
+        DEPLOYMENTS,
+        lambda found: found["rounds-etcd"]["metadata"]["annotations"][CERTIFICATE] != notes[CERTIFICATE],
+    )
     await helm.kubectl("delete", "pod", gone)
     await ns.wait_for(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
 

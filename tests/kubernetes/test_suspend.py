@@ -30,7 +30,8 @@ async def test_a_suspended_job_frees_its_resources_and_keeps_its_charges(user: U
     await user.kubectl("patch", "elasticjob", "rests", "--type=merge", '--patch={"spec":{"suspend":true}}')
     await user.wait("elasticjob/rests", "condition=Suspended")
     itself, report = "elasticjob.elastic.pytorch.org/rests", "configmap/rests-report"
-    assert await user.left_for_good(itself, report) == [report, itself]
+    left = [report, "secret/rests-etcd", itself]
+    assert await user.left_for_good(*left) == left
     resting = (await user.get("elasticjob/rests"))["status"]
     assert resting["state"] == "Suspended"
     assert (resting["restarts"], resting["replicas"], resting["podFailures"]) == (1, 0, 0)
