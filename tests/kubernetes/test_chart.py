@@ -614,7 +614,7 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
 ) -> None:
     where = [] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]
     where += [f"--set=etcd.secretNamespaces={{{helm.namespace}}}", "--set=etcd.allowedEndpoints={127.0.0.0/8}"]
-    where.append("--set=etcd.certificateDays=0.0001")  # renewed after 4 s
+    where.append("--set-json=etcd.certificateDays=0.0001")  # renewed after 4 s
     await helm("install", RELEASE, str(CHART), *where)
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     granted = await helm.rights(of=RELEASE, namespace=helm.namespace)

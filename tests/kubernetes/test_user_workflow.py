@@ -18,6 +18,19 @@ pytestmark = [pytest.mark.node, pytest.mark.asyncio(loop_scope="session"), pytes
 
 RELEASE = "elastic-operator"
 SYSTEM = "elastic-system"
+ASKS_ETCD = """
+import http.client, os, ssl, sys
+folder = "/etc/torchelastic/etcd/"
+context = ssl.create_default_context(cafile=folder + "ca.crt")
+if sys.argv[1:]:
+    context.load_cert_chain(folder + "tls.crt", folder + "tls.key")
+connection = http.client.HTTPSConnection(os.environ["PET_RDZV_ENDPOINT"], context=context)
+try:
+    connection.request("POST", "/v3/kv/range", '{"key": "AA==", "range_end": "AA==", "count_only": true}')
+    print(connection.getresponse().read().decode())
+except OSError as error:
+    print(error)
+"""
 
 
 async def test_helm_test_asks_the_installed_operator(installed: Node) -> None:
@@ -81,8 +94,13 @@ async def test_training_continues_after_every_kill_and_the_events_explain_the_fa
     await user.apply(job("rounds", replicas=2))
     assert "of 2 workers" in await user.first_log_line("rounds")
 
-    # A worker is killed: the same pods continue, and the failure is charged.
+    # Only those who have a certificate of the job can use its etcd.
     before = await user.pods("rounds")
+    ask = ("exec", min(before), "--container=worker", "--", "python3", "-c", ASKS_ETCD)
+    assert '"count":"' in (await user.kubectl(*ask, "with a certificate")).stdout
+    assert "CERTIFICATE" in (await user.kubectl(*ask)).stdout
+
+    # A worker is killed: the same pods continue, and the failure is charged.
     await user.kill(next(iter(before.values())), "finish.exists")
     await user.wait("elasticjob/rounds", "jsonpath={.status.restarts}=1")
     await user.wait("elasticjob/rounds", "jsonpath={.status.worldSize}=2")
