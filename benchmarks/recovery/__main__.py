@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from argparse import BooleanOptionalAction
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -84,16 +85,16 @@ async def _once(scenario: Scenario, launcher: Launcher, arguments: argparse.Name
         hosts = None
         if scenario.network:
             hosts = await stack.enter_async_context(network.Network(processes, ("etcd", "a", "b")))
-            etcd = BreakableEtcd(
-                processes, binary, (2379, 2380), host=hosts.address("etcd"), inside=hosts.inside("etcd")
-            )
+            host, inside = hosts.address("etcd"), hosts.inside("etcd")
+            etcd = BreakableEtcd(processes, binary, (2379, 2380), host=host, inside=inside, tls=arguments.tls)
         else:
-            etcd = BreakableEtcd(processes, binary, free_ports(2))
+            etcd = BreakableEtcd(processes, binary, free_ports(2), tls=arguments.tls)
         await etcd.start()
         run = Run(
             processes=processes,
             reports=reports,
             etcd=etcd.endpoint,
+            certificates=etcd.certificates,
             launcher=launcher,
             nnodes=scenario.nnodes,
             limit=arguments.limit,
@@ -169,7 +170,7 @@ async def run(arguments: argparse.Namespace) -> tuple[Report, bool]:
         "settle": arguments.settle,
         "limit": arguments.limit,
         "timeout of the process group": GLOO_TIMEOUT,
-        "etcd": [str(binary), "--unsafe-no-fsync"],
+        "etcd": [str(binary), "--unsafe-no-fsync", *(["--client-cert-auth"] if arguments.tls else [])],
     }
     report = Report("recovery", settings=settings, etcd=binary)
     complete = True
@@ -195,6 +196,9 @@ def main() -> int:
     flags = parser("recovery", __doc__, repeat=5, settle=8.0, limit=60.0)
     keys = [each.key for each in SCENARIOS]
     flags.add_argument("--only", action="append", metavar="SCENARIO", choices=keys, help=f"one of {', '.join(keys)}")
+    flags.add_argument(
+        "--tls", default=True, action=BooleanOptionalAction, help="whether etcd requires certificates (default: yes)"
+    )
     flags.add_argument("--others", action="store_true", help="also measure torchrun with other settings")
     arguments = flags.parse_args()
     report, complete = run_to_end("recovery", run(arguments))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.recovery.network import INTERFACE
 from elastic_operator.local.processes import free_ports
+from torchelastic.protocol.pod import Env
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,7 @@ class Run:
         processes: the tree in which the agents are started.
         reports: the reports of the agents' workers.
         etcd: host:port of etcd.
+        certificates: the folder with the certificates for etcd; None without TLS.
         launcher: the launcher that is measured.
         nnodes: the value of ``--nnodes``.
         limit: the maximum seconds of each wait.
@@ -52,6 +54,7 @@ class Run:
     processes: ProcessTree
     reports: WorkerReports
     etcd: str
+    certificates: Path | None
     launcher: Launcher
     nnodes: str
     limit: float
@@ -86,6 +89,7 @@ class Run:
             environment = {
                 **self.reports.worker_environment(name, timeout=GLOO_TIMEOUT),
                 **self.launcher.environment,
+                **self._tls,
                 **({"BENCHMARK_READY": str(ready), "PYTHONPATH": str(_ROOT)} if ready is not None else {}),
                 **({"GLOO_SOCKET_IFNAME": INTERFACE} if self.network is not None else {}),
             }
@@ -114,7 +118,12 @@ class Run:
         if not self.launcher.is_ours:
             return next(iter(self.agents))
         command = [*self._inside("etcd"), sys.executable, "-m", "benchmarks.recovery.leader", self.etcd, self._id]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        environment = {**os.environ, **self._tls}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+
+    @property
+    def _tls(self) -> dict[str, str]:
+        return {} if self.certificates is None else {Env.ETCD_TLS: f"{self.certificates}"}
 
     def follower(self) -> str:
         """Return the name of an agent that is not the leader."""

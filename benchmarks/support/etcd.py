@@ -16,9 +16,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.certificates import write_certificates
 from elastic_operator.local.processes import EtcdProcess, find_etcd
 from torchelastic.store.api import StoreSettings
 from torchelastic.store.client import connect, follow
+from torchelastic.store.etcd_process import tls_flags
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -77,6 +79,10 @@ class BreakableEtcd:
         ports: the ports for clients and for peers.
         host: the address on which etcd listens.
         inside: a prefix of the command that runs etcd in another network.
+        tls: whether clients need a certificate, as at the etcd that the operator creates for a job.
+
+    Attributes:
+        certificates: the folder with the certificates; None without TLS.
     """
 
     def __init__(
@@ -87,7 +93,11 @@ class BreakableEtcd:
         *,
         host: str = "127.0.0.1",
         inside: Sequence[str] = (),
+        tls: bool = False,
     ) -> None:
+        self.certificates = processes.folder / "tls" if tls else None
+        if self.certificates is not None:
+            write_certificates(self.certificates, "benchmark", host)
         self._processes = processes
         self._binary = binary
         self._client, self._peer = (f"{host}:{port}" for port in ports)
@@ -114,10 +124,12 @@ class BreakableEtcd:
     async def start(self) -> None:
         """Start etcd with its existing data, if any, and wait until it serves."""
         address = self._processes.folder / "etcd-ready"
+        clients = f"{'http' if self.certificates is None else 'https'}://{self._client}"
         command = [
             *self._inside,
             *(str(self._binary), "--name=local", f"--data-dir={self._data}"),
-            *(f"--listen-client-urls=http://{self._client}", f"--advertise-client-urls=http://{self._client}"),
+            *(f"--listen-client-urls={clients}", f"--advertise-client-urls={clients}"),
+            *(() if self.certificates is None else tls_flags(f"{self.certificates}")),
             *(f"--listen-peer-urls=http://{self._peer}", f"--initial-advertise-peer-urls=http://{self._peer}"),
             *(f"--initial-cluster=local=http://{self._peer}", "--unsafe-no-fsync", "--log-level=warn"),
             *("--heartbeat-interval=10", "--election-timeout=100"),

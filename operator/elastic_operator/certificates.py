@@ -147,13 +147,13 @@ def client_context(files: Mapping[str, bytes]) -> ssl.SSLContext:
     return context
 
 
-def write_certificates(folder: Path, uid: str) -> ssl.SSLContext:
-    """Create the certificates of an etcd on this machine, as files that only this user can read.
+def write_certificates(folder: Path, uid: str, host: str = "127.0.0.1") -> ssl.SSLContext:
+    """Create the certificates of an etcd that this machine runs, as files that only this user can read.
 
     Returns:
         the context for a client.
     """
-    files = JobAuthority(os.urandom(SECRET_BYTES), uid).issue(("127.0.0.1",), _LOCAL_LIFETIME)
+    files = JobAuthority(os.urandom(SECRET_BYTES), uid).issue((host,), _LOCAL_LIFETIME)
     folder.mkdir(mode=0o700, exist_ok=True)
     for name, content in files.items():
         (folder / name).touch(mode=0o600)
