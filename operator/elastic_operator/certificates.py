@@ -137,7 +137,7 @@ def client_context(files: Mapping[str, bytes]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if authority := files.get(AUTHORITY):
-            context.load_verify_locations(cadata=authority.decode("ascii"))
+            context.load_verify_locations(cadata=authority.decode("ascii", "ignore"))
         else:
             context.load_default_certs()
     except (ssl.SSLError, ValueError):

@@ -17,7 +17,7 @@ from tests.support.etcd import EtcdServer, fake_etcd, http
 from tests.support.ports import free_range
 from torchelastic.agent.etcd_host import EtcdHost
 from torchelastic.agent.etcd_supervisor import EtcdClient
-from torchelastic.errors import SettingsError
+from torchelastic.errors import SettingsError, StartError
 from torchelastic.store.api import StoreSettings, split_endpoint
 
 if TYPE_CHECKING:
@@ -203,6 +203,14 @@ async def test_a_secret_closes_the_rendezvous_to_strangers(endpoint: str, tmp_pa
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 assert b"correct horse" not in (process / "cmdline").read_bytes()
+
+        # etcd is killed, and its nodes connect to the next one while it starts.
+        nodes = [(node, len(node.lines)) for node in (first, second)]
+        os.kill(supervisor_of(*etcd_folders(tmp_path)), signal.SIGKILL)
+        waits = [asyncio.create_task(node.wait_for_line("serving etcd on", since=seen)) for node, seen in nodes]
+        _, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in others:
+            wait.cancel()
         stop.touch()
         assert (await first.code(), await second.code()) == (0, 0), first.output + second.output
     assert "Anyone who reaches" not in first.output + second.output
@@ -213,8 +221,8 @@ async def test_an_etcd_that_a_stranger_has_used_before_it_was_closed_is_not_serv
         async with stranger.post("/v3/kv/put", json={"key": "Lw==", "value": "Lw=="}) as answer:
             assert answer.status == 200
         client = EtcdClient(*split_endpoint(etcd.endpoint), "0123")
-        problem = await asyncio.to_thread(client.close_to_strangers)
-    assert problem.startswith("another program has used this etcd before it was closed")
+        with pytest.raises(StartError, match="another program has used this etcd before its authentication"):
+            await asyncio.to_thread(client.require_authentication)
 
 
 async def test_an_etcd_without_a_secret_is_warned_of_once(tmp_path: Path) -> None:

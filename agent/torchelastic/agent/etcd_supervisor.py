@@ -7,6 +7,7 @@ the agent and is not interrupted by Ctrl-C. It uses a bare interpreter, and impo
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
 import os
@@ -21,11 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.workers.process_tree import set_parent_death_signal, set_title
+from torchelastic.errors import StartError
 from torchelastic.store.etcd_process import PASSWORD_VARIABLE, etcd_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+_LOOPBACK: Final = "127.0.0.1"
 _READY_TIMEOUT: Final = 30.0
 _FIRST_NODE_TIMEOUT: Final = 60.0
 """Seconds within which the first node must join; a node imports torch before it joins."""
@@ -47,38 +50,51 @@ def main() -> None:
     password = os.environ.pop(PASSWORD_VARIABLE, "")
     set_title(["torchelastic: etcd"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # stops etcd and removes its data
-    urls = [f"http://{f'[{address}]' if ':' in address else address}:{port}" for address in addresses]
     with tempfile.TemporaryDirectory(prefix="torchelastic-etcd-") as folder:
-        log = Path(folder) / "etcd.log"
-        command = etcd_command(
-            Path(binary), Path(folder) / "data", clients=urls, peer="http://127.0.0.1:0", log="stderr"
+        try:
+            if password:  # before anyone else can reach it
+                with socket.create_server((_LOOPBACK, 0)) as probe:
+                    free = probe.getsockname()[1]
+                with _serving(binary, Path(folder), [_LOOPBACK], free):
+                    EtcdClient(_LOOPBACK, free, password).require_authentication()
+            with _serving(binary, Path(folder), addresses, int(port)) as exited:
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                for stream in (1, 2):
+                    os.dup2(nothing, stream)
+                _wait_for_the_end(exited, EtcdClient(addresses[0], int(port), password), prefix)
+        except StartError as error:
+            print(error)  # noqa: T201
+
+
+@contextlib.contextmanager
+def _serving(binary: str, folder: Path, addresses: Sequence[str], port: int) -> Iterator[int]:
+    """Run etcd in this block, and yield a descriptor that is readable when it has exited.
+
+    Raises:
+        StartError: etcd does not serve.
+    """
+    urls = [f"http://{f'[{address}]' if ':' in address else address}:{port}" for address in addresses]
+    log = folder / "etcd.log"
+    command = etcd_command(Path(binary), folder / "data", clients=urls, peer=f"http://{_LOOPBACK}:0", log="stderr")
+    command = (*command, "--bcrypt-cost=4")  # a longer hash would not protect a password of 256 bits better
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, log.open("wb") as output:
+        ready.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
+        etcd = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "NOTIFY_SOCKET": f"@{ready.getsockname()[1:].decode()}"},
+            preexec_fn=lambda: set_parent_death_signal(signal.SIGKILL),  # noqa: PLW1509 - this process has one thread
         )
-        command = (*command, "--bcrypt-cost=4")  # a longer hash would not protect a password of 256 bits better
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, log.open("wb") as output:
-            ready.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
-            etcd = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, "NOTIFY_SOCKET": f"@{ready.getsockname()[1:].decode()}"},
-                preexec_fn=lambda: set_parent_death_signal(signal.SIGKILL),  # noqa: PLW1509 - this process has one thread
-            )
-            try:
-                exited, nothing = os.pidfd_open(etcd.pid), os.open(os.devnull, os.O_WRONLY)
-                if ready.fileno() in select.select([ready.fileno(), exited], [], [], _READY_TIMEOUT)[0]:
-                    client = EtcdClient(addresses[0], int(port), password)
-                    if problem := client.close_to_strangers() if password else "":
-                        print(problem)  # noqa: T201
-                        return
-                    for stream in (1, 2):
-                        os.dup2(nothing, stream)
-                    _wait_for_the_end(exited, client, prefix)
-                else:
-                    print(_reason(log.read_text(errors="replace"))[:500] or "it is not ready")  # noqa: T201
-            finally:
-                etcd.kill()
-                etcd.wait()
+        try:
+            exited = os.pidfd_open(etcd.pid)
+            if ready.fileno() not in select.select([ready.fileno(), exited], [], [], _READY_TIMEOUT)[0]:
+                raise StartError(_reason(log.read_text(errors="replace"))[:500] or "it is not ready")
+            yield exited
+        finally:
+            etcd.kill()
+            etcd.wait()
 
 
 def _reason(log: str) -> str:
@@ -106,19 +122,23 @@ class EtcdClient:
         self._root = {"name": "root", "password": password}
         self._token = ""
 
-    def close_to_strangers(self) -> str:
-        """Enable etcd's authentication, with root as the only user; return why that is impossible, or an empty text."""
+    def require_authentication(self) -> None:
+        """Enable etcd's authentication, with root as the only user.
+
+        Raises:
+            StartError: it cannot be enabled, or another program of this machine has used this etcd before.
+        """
         try:
             self._post("auth/role/add", {"name": "root"})
             self._post("auth/user/add", self._root)
             self._post("auth/user/grant", {"user": "root", "role": "root"})
             self._post("auth/enable", {})
             self._log_in()
-            if self._post("auth/user/list", {}).get("users") != ["root"] or self.has_keys("\0", "\0"):
-                return "another program has used this etcd before it was closed by the secret of the run; start again"
+            strangers = self._post("auth/user/list", {}).get("users") != ["root"] or self.has_keys("\0", "\0")
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            return f"its authentication cannot be enabled: {type(error).__name__}"
-        return ""
+            raise StartError(f"its authentication cannot be enabled: {type(error).__name__}") from None
+        if strangers:
+            raise StartError("another program has used this etcd before its authentication was enabled; start again")
 
     def has_keys(self, first: str, end: str) -> bool:
         """Return whether a key from `first` to `end` exists, or etcd does not answer; zeros select all keys."""

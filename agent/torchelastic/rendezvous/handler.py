@@ -483,7 +483,10 @@ def _settings_of(parameters: RendezvousParameters) -> NodeSettings:
     # torchrun adds the rank for its own handlers.
     conf = read_conf("--rdzv-conf", [pair for pair in parameters.config.items() if pair[0] != "rank"])
     raw = {name: RawValue(f"--{name}", text, between=" ") for name, text in flags.items() if text}
-    line = CommandLine({**from_variables(os.environ, OPERATOR_VARIABLES), **raw, **conf})
+    own = from_variables(os.environ, OPERATOR_VARIABLES)
+    if parameters.endpoint != os.environ.get("PET_RDZV_ENDPOINT"):
+        own.pop("certificates", None)  # they belong to the etcd of the job
+    line = CommandLine({**own, **raw, **conf})
     return NodeSettings(**read_node(line))
 
 

@@ -24,8 +24,9 @@ DEFAULT_PORT: Final = 2379
 MAX_ENTRIES: Final = 4096
 """Maximum number of keys of a run: a thousand nodes have a key each, and leave room for those that are replaced."""
 
-MAX_LISTED: Final = 4 << 20
-"""Maximum size of a run's keys with their values: the records of a thousand nodes take less than 1 MiB."""
+MAX_LISTED: Final = 8 << 20
+"""Maximum size of a run's keys with their values: those of a thousand nodes with an error message of 4096
+characters each take 5 MiB."""
 
 _ENDPOINT: Final = re.compile(
     r"(?:(?P<protocol>[A-Za-z][A-Za-z0-9+.-]*)://)?"

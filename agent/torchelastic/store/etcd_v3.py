@@ -59,7 +59,7 @@ QUIET_CHECKS: Final = 12
 """Number of consecutive probes without an event after which a watch is created again: every 30 s by default."""
 
 
-PAGE: Final = 1000
+PAGE: Final = 250
 """Maximum number of keys in an answer."""
 
 _OBJECTS: Final = 2 * MAX_ENTRIES + 100
@@ -365,6 +365,10 @@ class EtcdV3Store:
         token = self._token
         try:
             return await self._post(endpoint, path, body)
+        except (StoreUnavailable, asyncio.CancelledError):
+            # An etcd without data gives no answer to a token of the former one before it has as many changes.
+            self._token = None
+            raise
         except TokenRefused:
             if self._settings.username is None:
                 raise

@@ -12,11 +12,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from elastic_operator.api.constants import ETCD_TLS_FOLDER
 from elastic_operator.api.json_values import get_dict, get_int, shown
 from elastic_operator.api.spec import (
     NEVER,
     WORKER,
     launcher_flags,
+    mounted_folders,
     program_is_launcher,
     program_of,
     starts_launcher,
@@ -129,6 +131,8 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
             parse_endpoints(spec.etcd.endpoint)
         except SettingsError as error:
             yield f"spec.etcd.endpoint: {error}"
+    if spec.etcd.has_certificates and ETCD_TLS_FOLDER in mounted_folders(worker):
+        yield f"{_CONTAINER} mounts a volume at {ETCD_TLS_FOLDER}, the folder of its certificates; choose another path"
     yield from _program_problems(spec, worker)
     yield from _variable_problems(spec)
     yield from _template_problems(spec, worker)

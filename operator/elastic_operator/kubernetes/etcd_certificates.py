@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import logging
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _KEY: Final = "secret"
+
+logger: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +45,22 @@ class EtcdCertificates:
 
     def note(self, address: str) -> str:
         """Return the annotation for a certificate that is issued now for etcd at an address."""
-        return f"{address} {rfc3339(time.time() + self.lifetime.total_seconds() / 2)}"
+        return f"{address} {rfc3339(time.time() + self.lifetime.total_seconds() / 2)} {self._fingerprint}"
 
     def renewal(self, note: str, address: str) -> float:
-        """Return the seconds until the certificate with this annotation is renewed; 0 for now."""
-        host, _, due = note.partition(" ")
+        """Return the seconds until the certificate with this annotation is renewed; 0 for now, infinity for never.
+
+        etcd does not accept certificates from another secret before it starts again.
+        """
+        host, due, fingerprint = (*note.split(), "", "", "")[:3]
+        if fingerprint not in ("", self._fingerprint):
+            return math.inf
         at = get_time(due)
         return max(at - time.time(), 0.0) if at is not None and host == address else 0.0
+
+    @property
+    def _fingerprint(self) -> str:
+        return hashlib.blake2b(self.secret, digest_size=4, person=b"fingerprint").hexdigest()
 
 
 async def operator_secret(api: Api, namespace: str, name: str) -> bytes:
@@ -66,6 +80,7 @@ async def operator_secret(api: Api, namespace: str, name: str) -> bytes:
         made = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "immutable": True, "data": {_KEY: value}}
         try:
             found = await api.create(SECRETS, namespace, made)
+            logger.info("created the Secret %s in the namespace %s for the certificates of etcds", name, namespace)
         except ApiError as raced:
             if raced.reason != "AlreadyExists":
                 raise

@@ -17,6 +17,9 @@ _METADATA: Final = frozenset(
 )
 """Addresses of cloud providers with the credentials of a node; the others are link-local."""
 
+_SPECIAL: Final = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "2002::/16")))
+"""Protocol assignments of the IETF, and 6to4, which contains any IPv4 address."""
+
 
 class EtcdEndpoints:
     """The allowed endpoints.
@@ -56,4 +59,5 @@ class EtcdEndpoints:
 
 def _is_harmless(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     special = address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified
-    return not special and not address.is_reserved and address not in _METADATA
+    special = special or address.is_reserved or any(address in each for each in _SPECIAL)
+    return not special and address not in _METADATA

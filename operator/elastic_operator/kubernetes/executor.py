@@ -166,12 +166,15 @@ class Executor:
                 await self._delete_owned(kind, job)
             return None
         # Missing objects of a job that is being deleted may have been deleted with it, so they are not created again.
-        if job.deleting or record.creates.rejected is not None:
+        if job.deleting:
             return None
+        rejected = record.creates.rejected is not None
         if external is not None:
-            return external
+            return None if rejected else external
         etcd = managed_etcd(self.cache, job)
-        if etcd.state is EtcdState.ABSENT and record.creates.wait > 0:
+        if rejected and etcd.state is not EtcdState.ABSENT and job.spec.etcd.has_certificates:
+            await self._ensure_certificates(job, etcd, record)  # for the pods that run
+        if rejected or (etcd.state is EtcdState.ABSENT and record.creates.wait > 0):
             return None
         if etcd.service is None:
             await self._create_service(job)
@@ -188,7 +191,9 @@ class Executor:
         """Write the certificates of the job's etcd if they are due; return the annotation of its Deployment."""
         address = get_str(etcd.service, "spec", "clusterIP")
         note = get_str(etcd.deployment, "metadata", "annotations", constants.ANNOTATION_CERTIFICATE)
-        if not (left := self.certificates.renewal(note, address)):
+        lost = f'secret "{owned.etcd_name(job.name)}" not found'
+        left = self.certificates.renewal(note, address)
+        if not left or any(lost in why for why in record.startup.values()):
             note = self.certificates.note(address)
             files = self.certificates.issue(job.uid, owned.etcd_hosts(job, address))
             try:

@@ -65,12 +65,16 @@ def tls_context(secret: Json) -> ssl.SSLContext:
 
 
 def _expiry(secret: Json) -> float | None:
-    """Return when the first certificate of a Secret expires; None if it has none that can be parsed."""
+    """Return when the first certificate of a Secret expires; None if it has none that can be parsed.
+
+    Of several authorities, the last one counts: a bundle may still have a former one.
+    """
     found: list[float] = []
-    for name in (AUTHORITY, CERTIFICATE):
+    for name, choose in ((AUTHORITY, max), (CERTIFICATE, min)):
         with contextlib.suppress(ValueError):
             pem = base64.b64decode(get_str(secret, "data", name))
-            found += (each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(pem))
+            ends = [each.not_valid_after_utc.timestamp() for each in x509.load_pem_x509_certificates(pem)]
+            found.append(choose(ends))
     return min(found, default=None)
 
 

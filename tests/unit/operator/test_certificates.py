@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import math
 import ssl
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,8 @@ def test_a_certificate_is_renewed_at_another_address_and_after_half_of_its_lifet
     assert 90 < certificates.renewal(note, "10.96.0.7") <= 100
     assert certificates.renewal(note, "10.96.0.8") == 0
     assert certificates.renewal("", "10.96.0.7") == 0
+    other = EtcdCertificates(bytes(32), dt.timedelta(seconds=200))
+    assert other.renewal(note, "10.96.0.7") == math.inf, "etcd does not accept certificates from another secret"
     assert certificates.renewal("10.96.0.7 2026-01-01T00:00:00Z", "10.96.0.7") == 0
 
 
