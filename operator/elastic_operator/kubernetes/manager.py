@@ -49,6 +49,7 @@ class Manager:
         self._metrics = OperatorMetrics()
         self._cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
         self._informer = Informer(api, self._cache, namespaces=settings.namespaces)
+        self._problem = ""
         self._reconciler: Reconciler | None = None
         self._backend: KubernetesBackend | None = None
         api.on_request = self._metrics.requested
@@ -60,7 +61,7 @@ class Manager:
             BadInput: a setting is invalid.
         """
         self._register_metrics()
-        server = http_server(self._settings.listen, metrics=self._metrics.page, unready=lambda: self._informer.problem)
+        server = http_server(self._settings.listen, metrics=self._metrics.page, unready=self._unready)
         async with server as port:
             namespaces = ", ".join(self._settings.namespaces) or "all namespaces"
             logger.info("managing the ElasticJobs of %s; /metrics on port %d", namespaces, port)
@@ -126,11 +127,18 @@ class Manager:
         namespace, name = self._settings.lease_namespace or self._api.namespace, f"{self._settings.lease_name}-etcd"
         for delay in backoff(_FIRST_RETRY, _LAST_RETRY):
             try:
-                return await operator_secret(self._api, namespace, name)
+                secret = await operator_secret(self._api, namespace, name)
             except ClusterError as error:
-                logger.warning("no job is managed without the operator's secret: %s", with_hint(str(error)))
+                self._problem = f"no job is managed without the operator's secret: {with_hint(str(error))}"
+                logger.warning("%s", self._problem)
+            else:
+                self._problem = ""
+                return secret
             await asyncio.sleep(delay)
         raise AssertionError("the delays never end")
+
+    def _unready(self) -> str:
+        return self._informer.problem or self._problem
 
     def _on_change(self, key: str) -> None:
         if self._reconciler is not None:  # a new leader reconciles all jobs
