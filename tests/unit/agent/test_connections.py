@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 @pytest.fixture
 def low_limit() -> Iterator[tuple[int, int]]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-    yield 512, hard
+    low = 512 + len([*Path("/proc/self/fd").iterdir()])  # earlier tests may have left some open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    yield low, hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
