@@ -215,7 +215,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
     container = completed_mapping(
         given, {"terminationMessagePath": _TERMINATION_LOG, "terminationMessagePolicy": "FallbackToLogsOnError"}
     )
-    port = metrics_port(job, settings)
+    port, secret = metrics_port(job, settings), owned.tls_secret(job)
     variables = agent_variables(
         job,
         new,
@@ -223,7 +223,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
         checkpoints=f"{constants.CHECKPOINT_FOLDER}/{job.name}/{new.index}",
         termination_log=str(container["terminationMessagePath"]),
         metrics_port=port,
-        tls=constants.ETCD_TLS_FOLDER if owned.tls_secret(job) is not None else None,
+        tls=None if secret is None else constants.ETCD_TLS_FOLDER,
     )
     container |= {
         "name": WORKER,
@@ -241,7 +241,7 @@ def _worker_in(pod: dict[str, Any], job: Job, new: NewPod, settings: owned.PodSe
     if port:
         declared = {"name": constants.METRICS_PORT, "containerPort": port, "protocol": "TCP"}
         container["ports"] = owned.extended(given.get("ports"), [declared])
-    if (secret := owned.tls_secret(job)) is not None:  # for the agent, and for workers that want it
+    if secret is not None:  # for the agent, and for workers that want it
         mount(pod, container, constants.ETCD_TLS_FOLDER, "etcd-tls", {"secret": {"secretName": secret}}, read_only=True)
     mount(pod, container, "/dev/shm", "dshm", {"emptyDir": {"medium": "Memory"}})  # noqa: S108 - in a container
     mount(pod, container, "/tmp", "tmp", {"emptyDir": {}})  # noqa: S108
