@@ -33,8 +33,8 @@ ANNOTATION_PROTOCOL: Final = f"{GROUP}/protocol-version"
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"
 """On worker pods: the port of the agent's /metrics; added later if the agent chooses a free port."""
 ANNOTATION_CERTIFICATE: Final = f"{GROUP}/certificate"
-"""On the Deployment of a job's own etcd: the address in its certificate, the time from which it is renewed, and a digest
-of the secret from which it is derived."""
+"""On the Deployment of a job's own etcd: the address in its certificate, when to renew it, and a digest of the
+operator's secret."""
 
 MANAGED_BY: Final = "elastic-operator"
 """The operator's name in labels and events."""

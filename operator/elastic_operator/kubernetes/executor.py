@@ -193,7 +193,10 @@ class Executor:
         note = get_str(etcd.deployment, "metadata", "annotations", constants.ANNOTATION_CERTIFICATE)
         lost = f'secret "{owned.etcd_name(job.name)}" not found'
         left = self.certificates.renewal(note, address)
-        if not left or any(lost in why for why in record.startup.values()):
+        others = {uid: why for uid, why in record.startup.items() if lost not in why}
+        is_lost = len(others) < len(record.startup)
+        record.startup = others  # a lost Secret is written once, until the events are read again
+        if is_lost or not left:
             note = self.certificates.note(address)
             files = self.certificates.issue(job.uid, owned.etcd_hosts(job, address))
             try:
