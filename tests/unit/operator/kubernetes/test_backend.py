@@ -17,6 +17,7 @@ from elastic_operator.kubernetes.client import (
     NETWORK_POLICIES,
     PODS,
     SCHEDULER_PLUGINS_GROUPS,
+    SECRETS,
     SERVICES,
     Api,
 )
@@ -123,6 +124,20 @@ async def test_no_pod_is_created_before_its_network_policy_which_follows_the_job
     assert after == before == {**before, "GET": 0, "PATCH": 0}
     cluster.add_job(suspend=True)
     await cluster.wait_for(lambda: cluster.server.of_kind(NETWORK_POLICIES) == [])
+
+
+@pytest.mark.parametrize("security", ["TLS", "None"])
+async def test_only_an_etcd_that_is_asked_to_be_open_has_no_certificates_and_the_job_says_so(
+    cluster: OperatedCluster, security: str
+) -> None:
+    cluster.add_job(etcd={"security": security})
+    await cluster.wait_for_pods(2)
+    is_open = security == "None"
+    await cluster.wait_for(lambda: cluster.holds("Waiting"))
+    assert cluster.holds("EtcdOpen") is is_open
+    [container] = cluster.server.get(DEPLOYMENTS, etcd_name(NAME))["spec"]["template"]["spec"]["containers"]
+    assert ("--client-cert-auth" in container["args"]) is not is_open
+    assert ([each["metadata"]["name"] for each in cluster.server.of_kind(SECRETS)] == []) is is_open
 
 
 async def test_an_unreachable_own_etcd_is_reported_while_it_is_ready(
