@@ -88,8 +88,9 @@ async def serve_http(app: web.Application, **where: Any) -> AsyncIterator[int]: 
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             # A handler without a transport has lost its connection, but its task has not ended.
-            transports = [each.transport for each in http.connections if each.transport is not None]
-            oldest = excess({each: _address(each) for each in transports}, _address(transport), limit)
+            transports = (each.transport for each in http.connections if each.transport is not None)
+            current = {each: _address(each) for each in transports if not each.is_closing()}
+            oldest = excess(current, _address(transport), limit)
             if oldest is not None:
                 oldest.abort()
             protocol = http()

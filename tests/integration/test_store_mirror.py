@@ -412,8 +412,9 @@ async def test_an_etcd_with_client_certificates_is_reached_with_the_current_secr
                 x509.load_pem_x509_certificate(Path(each).read_bytes()) for each in (files.authority, files.client)
             ]
             assert followed.stores.expiries() == {KEY: min(each.not_valid_after_utc for each in found).timestamp()}
-            soon = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
-            another = trustme.CA().issue_cert("other.test", not_after=soon).cert_chain_pems[0].bytes()
-            secret["data"]["ca.crt"] = base64.b64encode(Path(files.authority).read_bytes() + another).decode()
+            former, soon = datetime(2029, 1, 1, tzinfo=UTC), datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+            for name, path, expiry in (("ca.crt", files.authority, former), ("tls.crt", files.client, soon)):
+                another = trustme.CA().issue_cert("other.test", not_after=expiry).cert_chain_pems[0].bytes()
+                secret["data"][name] = base64.b64encode(Path(path).read_bytes() + another).decode()
             while followed.stores.expiries() != {KEY: soon.timestamp()}:  # noqa: ASYNC110 - no event reports the read
                 await asyncio.sleep(0.01)

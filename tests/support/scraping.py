@@ -56,16 +56,19 @@ class Page:
         return {key: value for key, value in self.samples.items() if key[0].startswith(beginning)}
 
 
-async def scraped(port: int) -> Page:
-    """Scrape a port on loopback once, and return the page."""
-    return Page(text_string_to_metric_families(await scraped_text(port)))
+async def scraped(port: int, *, source: str = "127.0.0.1") -> Page:
+    """Scrape a port on loopback once, from an address on loopback, and return the page."""
+    return Page(text_string_to_metric_families(await scraped_text(port, source=source)))
 
 
-async def scraped_text(port: int) -> str:
-    """Scrape a port on loopback once, and return the text."""
+async def scraped_text(port: int, *, source: str = "127.0.0.1") -> str:
+    """Scrape a port on loopback once, from an address on loopback, and return the text."""
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT)) as session,
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(TIMEOUT), connector=aiohttp.TCPConnector(local_addr=(source, 0))
+        ) as session,
         session.get(f"http://127.0.0.1:{port}/metrics") as response,
     ):
-        assert response.status == 200
-        return await response.text()
+        text = await response.text()
+        assert response.status == 200, text
+        return text

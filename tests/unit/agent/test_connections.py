@@ -61,7 +61,7 @@ async def test_the_operator_answers_while_3000_connections_are_idle(low_limit: t
         resource.setrlimit(resource.RLIMIT_NOFILE, (low_limit[1], low_limit[1]))
         with idle_connections(port, 3000) as idle:
             await idle.until_closed()
-            assert await scraped_text(port) == "page"
+            assert await scraped_text(port, source="127.0.0.2") == "page"
 
 
 async def test_a_connection_without_a_complete_header_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
