@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,8 +27,6 @@ from torchelastic.protocol.keys import RunKeys
 from torchelastic.protocol.records import NodeRecord
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.integration
@@ -170,7 +169,7 @@ async def test_idle_connections_to_its_ports_do_not_stop_an_agent(tmp_path: Path
             for port in (ports.first, ports.last):
                 page = await scraped(port, source="127.0.0.2")  # one address has at most half of the connections
                 assert page.value("torchelastic_round") == 1
-            assert max(len(os.listdir(f"/proc/{each.pid}/fd")) for each in (one, other)) < 200
+            assert max(len([*Path(f"/proc/{each.pid}/fd").iterdir()]) for each in (one, other)) < 200
             os.kill(worker, signal.SIGKILL)
             for agent in (one, other):
                 await agent.wait_for_line("round 2 rank . of 2")

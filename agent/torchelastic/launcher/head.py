@@ -42,6 +42,9 @@ _EXIT_TIMEOUT: Final = 5.0
 _REPORT_TIMEOUT: Final = 3.0
 """Seconds that the nodes of a failed job have to report the cause."""
 
+_RECONNECT_TIMEOUT: Final = 30.0
+"""Seconds to connect again to the agents whose results are missing after all others have ended."""
+
 _IDLE_LIMIT: Final = 60.0
 """Seconds after which an idle node of this machine is closed."""
 
@@ -467,14 +470,22 @@ class _Collector:
             self._collect(events)
         if self._failure is not None:
             return self._failure[1]
-        if missing := sorted({*range(self._size)} - self._results.keys()):
-            raise AgentFailedError(
-                f"The agent of rank {missing[0]} was lost before the result of the function had arrived."
-            )
+        if self._missing:
+            raise self._lost_result()
         return dict(sorted(self._results.items()))
 
+    @property
+    def _missing(self) -> set[int]:
+        return {*range(self._size)} - self._results.keys()
+
+    def _lost_result(self) -> AgentFailedError:
+        rank = min(self._missing)
+        return AgentFailedError(f"The agent of rank {rank} was lost before the result of the function had arrived.")
+
     def _collect(self, events: Events) -> None:
-        while self._running or (self._connected is not None and not self._size and self._failure is None):
+        while self._running or (
+            self._connected is not None and self._failure is None and (not self._size or self._missing)
+        ):
             node, message, content = self._next(events)
             if node is None:
                 if message is not None and message["type"] == "waiting":
@@ -519,7 +530,12 @@ class _Collector:
 
     def _next(self, events: Events) -> tuple[Node | None, dict[str, Any] | None, Any]:
         if self._hopeless is None:
-            return events.get()
+            if self._running or not self._size:
+                return events.get()
+            try:  # the others have ended; the launch connects again to an agent whose connection has broken
+                return events.get(timeout=_RECONNECT_TIMEOUT)
+            except queue.Empty:
+                raise self._lost_result() from None
         until, message = self._hopeless
         try:  # the nodes may still report why
             return events.get(timeout=max(until - time.monotonic(), 0.0))

@@ -285,24 +285,40 @@ async def test_a_missing_permission_is_named_at_once(
         await run(pods, attach("kept"), tmp_path, monkeypatch)
 
 
-async def test_a_launch_connects_again_if_a_connection_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pods, again = Pods(), asyncio.Event()
+@pytest.mark.parametrize("others", ["run", "have ended"])
+async def test_a_launch_connects_again_if_a_connection_breaks(
+    others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods, again, ended = Pods(), asyncio.Event(), asyncio.Event()
 
     async def lose(request: web.BaseRequest) -> web.StreamResponse:
         if "pod-1" not in pods.calls:
             async for socket in pods.opened(request):
+                if others == "have ended":
+                    await ended.wait()
                 await socket.close()
                 return socket
         again.set()
         return await pods.agent(request)
 
-    async def wait(request: web.BaseRequest) -> web.StreamResponse:
-        await again.wait()
-        return await pods.agent(request)
+    async def other(request: web.BaseRequest) -> web.StreamResponse:
+        if others == "run":
+            await again.wait()
+        response = await pods.agent(request)
+        ended.set()
+        return response
 
-    pods.answers = {f"GET {PODS}/pod-0/exec": wait, f"GET {PODS}/pod-1/exec": lose}
+    pods.answers = {f"GET {PODS}/pod-0/exec": other, f"GET {PODS}/pod-1/exec": lose}
     assert await run(pods, pods_launcher(workers=2, workers_per_host=1), tmp_path, monkeypatch) == ["pod-0", "pod-1"]
     assert pods.calls.count("pod-1") == 2
+
+
+async def test_a_result_that_does_not_arrive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchelastic.launcher.head._RECONNECT_TIMEOUT", 0.1)
+    pods = Pods()
+    pods.answers[f"GET {PODS}/pod-1/exec"] = lambda _: asyncio.sleep(0, web.json_response({}, status=404))
+    with pytest.raises(AgentFailedError, match=r"^The agent of rank 1 was lost before the result "):
+        await run(pods, pods_launcher(workers=2, workers_per_host=1), tmp_path, monkeypatch)
 
 
 async def test_programs_wait_for_their_turn_at_the_first_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
