@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elastic_operator.api.json_values import Json
     from elastic_operator.controller.model import Pod
     from elastic_operator.kubernetes.client import Resource
+    from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates
 
 NAME = "digits"
 
@@ -38,6 +39,9 @@ _RUNS = {"name": "worker", "ready": True, "state": {"running": {"startedAt": MAD
 class OperatedCluster:
     """An operator without watches, which soon reports an unreachable etcd; it runs within ``async with``.
 
+    Args:
+        certificates: issues the certificates of the job's etcd.
+
     Attributes:
         server: the API server.
         api: the operator's connection.
@@ -45,7 +49,8 @@ class OperatedCluster:
         backend: the backend of its reconciler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: EtcdCertificates = CERTIFICATES) -> None:
+        self._certificates = certificates
         self._looked = asyncio.Event()
         self._last_look = 0.0
 
@@ -53,19 +58,20 @@ class OperatedCluster:
         async with contextlib.AsyncExitStack() as stack:
             self.server = await stack.enter_async_context(ObjectServer())
             api = self.api = await stack.enter_async_context(Api(self.server.configuration))
+            certificates = self._certificates
             cache = self.cache = ObjectCache(changed=self._on_change, pod_deleted=self._on_pod_deleted)
             writer = await stack.enter_async_context(Writer(api, cache))
             stores = JobStores(
                 api,
                 self._on_change,
-                CERTIFICATES,
+                certificates,
                 endpoints=EtcdEndpoints(["127.0.0.0/8"]),
                 timeout=_ETCD_TIMEOUT,
                 managed_timeout=_ETCD_TIMEOUT,
             )
             await stack.enter_async_context(stores)
             executor = Executor(
-                cache=cache, writer=writer, stores=stores, certificates=CERTIFICATES, settings=PodSettings()
+                cache=cache, writer=writer, stores=stores, certificates=certificates, settings=PodSettings()
             )
             self.backend = KubernetesBackend(api=api, cache=cache, stores=stores, executor=executor)
             self._reconciler = Reconciler(self.backend, reconciled=self._on_reconcile)

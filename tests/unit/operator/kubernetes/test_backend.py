@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
+import time
 from math import inf
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +24,7 @@ from elastic_operator.kubernetes.client import (
     SERVICES,
     Api,
 )
+from elastic_operator.kubernetes.etcd_certificates import EtcdCertificates
 from elastic_operator.kubernetes.job_store import JobStores
 from elastic_operator.resources.owned_objects import etcd_name
 from tests.support.builders import size as a_size
@@ -138,6 +142,60 @@ async def test_only_an_etcd_that_is_asked_to_be_open_has_no_certificates_and_the
     [container] = cluster.server.get(DEPLOYMENTS, etcd_name(NAME))["spec"]["template"]["spec"]["containers"]
     assert ("--client-cert-auth" in container["args"]) is not is_open
     assert ([each["metadata"]["name"] for each in cluster.server.of_kind(SECRETS)] == []) is is_open
+
+
+async def test_a_deleted_secret_is_written_again_when_a_pod_needs_it(
+    cluster: OperatedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The operator reads the events of a pod that has not started for five seconds.
+    fast = SimpleNamespace(time=time.time, monotonic=lambda: 1000 * time.monotonic())
+    monkeypatch.setattr("elastic_operator.kubernetes.backend.time", fast)
+    cluster.add_job()
+    await cluster.wait_for_pods(2)
+    former = cluster.server.get(SECRETS, etcd_name(NAME))
+    cluster.server.pop(SECRETS, etcd_name(NAME))
+    await cluster.reconcile()
+    assert cluster.server.of_kind(SECRETS) == []
+    pod = cluster.server.of_kind(PODS)[0]["metadata"]
+    cluster.server.put(
+        EVENTS,
+        "mount",
+        type="Warning",
+        source={"component": "kubelet"},
+        involvedObject={"uid": pod["uid"]},
+        message=f'MountVolume.SetUp failed for volume "etcd-tls" : secret "{etcd_name(NAME)}" not found',
+    )
+    cluster.change(PODS, pod["name"], spec={"nodeName": "n"}, status={"phase": "Pending"})
+    while not cluster.server.of_kind(SECRETS):
+        await cluster.reconcile()
+    again = cluster.server.get(SECRETS, etcd_name(NAME))["data"]
+    assert again.keys() == former["data"].keys()
+    assert again["tls.crt"] != former["data"]["tls.crt"]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (500, f"Internal error occurred: {WEBHOOK}"),
+        (403, "exceeded quota: few"),
+        (422, 'spec.nodeSelektor: unknown field "nodeSelektor"'),
+    ],
+    ids=["webhook", "quota", "invalid"],
+)
+async def test_certificates_are_renewed_while_pods_cannot_be_created(status: int, words: str) -> None:
+    seen: set[str] = set()
+
+    def written(count: int) -> bool:
+        seen.update(each["data"]["tls.crt"] for each in cluster.server.of_kind(SECRETS))
+        return len(seen) >= count
+
+    async with OperatedCluster(EtcdCertificates(bytes(32), dt.timedelta(seconds=2))) as cluster:
+        cluster.server.fault = failing("POST", PODS, status, words, times=inf, after=1)
+        cluster.add_job()
+        await cluster.wait_for(lambda: words in str(cluster.status.get("conditions")))
+        await cluster.wait_for(lambda: written(3))
+        assert len(cluster.server.of_kind(PODS)) == 1
+        assert words in str(cluster.status["conditions"])
 
 
 async def test_an_unreachable_own_etcd_is_reported_while_it_is_ready(
