@@ -506,12 +506,12 @@ async def _beginning(response: aiohttp.ClientResponse) -> bytes:
 def _kubeconfigs(given: str | None, environ: Mapping[str, str]) -> str:
     """Return the existing files, separated by colons."""
     if given is not None:
-        path = Path(given).expanduser()
+        path = Path(os.path.expanduser(given))
         if not path.is_file():
             raise BadInput(f"there is no kubeconfig {given}; check the path after --kubeconfig")
         return str(path)
-    named = [Path(part).expanduser() for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
-    usual = Path(os.path.expanduser("~/.kube/config"))  # noqa: PTH111 - the user may have no home directory
+    named = [Path(os.path.expanduser(part)) for part in environ.get("KUBECONFIG", "").split(os.pathsep) if part]
+    usual = Path(os.path.expanduser("~/.kube/config"))
     found = [str(path) for path in named or [usual] if path.is_file()]
     if not found:
         where = f"KUBECONFIG names {os.pathsep.join(map(str, named))}" if named else "~/.kube/config does not exist"

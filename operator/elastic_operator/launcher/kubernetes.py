@@ -322,7 +322,7 @@ async def _receive(
 
 async def _connection() -> UserApi:
     """Return a connection with the kubeconfig or, in a pod without one, with its service account."""
-    has_kubeconfig = bool(os.environ.get("KUBECONFIG")) or Path("~/.kube/config").expanduser().is_file()
+    has_kubeconfig = bool(os.environ.get("KUBECONFIG")) or Path(os.path.expanduser("~/.kube/config")).is_file()
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     return await (UserApi.in_cluster() if in_pod and not has_kubeconfig else UserApi.from_kubeconfig())
 

@@ -40,14 +40,15 @@ if TYPE_CHECKING:
 
 def home_dir(environ: Mapping[str, str]) -> Path:
     """Return the directory of all runs: $ELASTICJOB_HOME, or ``elasticjob`` in the user's state directory."""
-    if chosen := environ.get("ELASTICJOB_HOME"):
-        return Path(chosen).expanduser().absolute()
-    if state := environ.get("XDG_STATE_HOME"):
-        return Path(state) / "elasticjob"
     try:
-        return Path.home() / ".local" / "state" / "elasticjob"
+        if chosen := environ.get("ELASTICJOB_HOME"):
+            return Path(chosen).expanduser().absolute()
+        state = environ.get("XDG_STATE_HOME")
+        return (Path(state) if state else Path.home() / ".local" / "state") / "elasticjob"
     except RuntimeError:
-        raise BadInput("this user has no home directory: set ELASTICJOB_HOME to a folder for the runs") from None
+        raise BadInput(
+            "the home directory cannot be found: set ELASTICJOB_HOME to the full path of a folder for the runs"
+        ) from None
 
 
 class RunDir:

@@ -134,7 +134,7 @@ def rank_list(ranks: Sequence[int] | None) -> str:
 
 def home_relative(path: str) -> str:
     """Replace the user's home directory at the start of a path with ``~``."""
-    full, home = Path(path), Path(os.path.expanduser("~"))  # noqa: PTH111 - the user may have no home directory
+    full, home = Path(path), Path(os.path.expanduser("~"))
     return f"~/{full.relative_to(home)}" if path and full.is_relative_to(home) else path
 
 

@@ -117,6 +117,10 @@ async def test_the_kubeconfig_is_found_as_kubectl_finds_it(
     home.unlink()
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path}/none:{kubeconfig}:{other}")
     assert "digits" in (await terminal.run("get", "--context", "there", "-n", "team")).out
+    monkeypatch.setenv("KUBECONFIG", "~no-such-user/config")
+    assert (await terminal.run("get", "-n", "team")).sentence == (
+        "there is no kubeconfig (KUBECONFIG names ~no-such-user/config); name one with --kubeconfig"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,7 @@ async def test_the_kubeconfig_is_found_as_kubectl_finds_it(
         (["delete", "digits", "--no-wait"], "--no-wait is for jobs on a cluster"),
         (["get", "-n", "team"], "there is no kubeconfig (~/.kube/config does not exist); name one with --kubeconfig"),
         (["get", "--kubeconfig", "/no/such"], "there is no kubeconfig /no/such; check the path"),
+        (["get", "--kubeconfig", "~no-such-user/c"], "there is no kubeconfig ~no-such-user/c; check the path"),
     ],
 )
 def test_contradicting_or_invalid_flags_are_bad_input(argv: list[str], sentence: str, terminal: Terminal) -> None:

@@ -22,6 +22,8 @@ def test_variables_set_the_home_which_has_a_default(tmp_path: Path, monkeypatch:
     assert home_dir({}) == Path.home() / ".local" / "state" / "elasticjob"
     monkeypatch.chdir(tmp_path)
     assert home_dir({"ELASTICJOB_HOME": "runs"}) == tmp_path / "runs"
+    with pytest.raises(BadInput, match="set ELASTICJOB_HOME to the full path of a folder"):
+        home_dir({"ELASTICJOB_HOME": "~no-such-user/runs"})
 
 
 def test_a_run_is_resumed_in_its_directory_and_its_old_logs_are_renamed(tmp_path: Path) -> None:
