@@ -20,7 +20,7 @@ COUNT_LIMIT: Final = 1_000_000
 """Counters saturate at this value."""
 
 NUMBER_STEP: Final = 1_000_000
-"""The generation of a size and the number of a round exceed those that the reader knows by at most this number.
+"""The generation of a size and the numbers of a round and a notice exceed those that the reader knows by at most this.
 
 No run has as many changes, so a false record cannot use up the numbers."""
 

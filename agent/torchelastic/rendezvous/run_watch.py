@@ -110,7 +110,7 @@ class RunWatch:
         self._decoders: dict[str, Callable[[bytes], msgspec.Struct]] = {
             keys.leader: lambda data: decode(data, LeaderRecord),
             keys.state: self._decode_state,
-            keys.notice: lambda data: decode_same_version(data, NoticeRecord),
+            keys.notice: self._decode_notice,
             keys.size: self._decode_size,
         }
         self._known: dict[str, Versioned[Any]] = dict.fromkeys(self._decoders, Versioned())
@@ -217,6 +217,13 @@ class RunWatch:
         if size.generation > known + NUMBER_STEP:
             raise MalformedRecord(f"the generation {size.generation} is too far beyond the generation {known}")
         return size
+
+    def _decode_notice(self, data: bytes) -> NoticeRecord:
+        notice, known = decode_same_version(data, NoticeRecord), self.notice.record
+        number = 0 if known is None else known.number
+        if notice.number > number + NUMBER_STEP:
+            raise MalformedRecord(f"the notice {notice.number} is too far beyond the notice {number}")
+        return notice
 
     def _versioned(self, key: str, entry: Entry | None) -> Versioned[Any]:
         if entry is None:

@@ -24,6 +24,7 @@ from torchelastic.protocol.records import (
     Member,
     NodePhase,
     NodeRecord,
+    NoticeRecord,
     OutcomeState,
     RoundRecord,
     SizeRecord,
@@ -196,7 +197,16 @@ async def test_false_numbers_of_a_stranger_do_not_prevent_scaling_or_the_next_ro
         await clients.data.put(KEYS.state, encode(StateRecord(state)))
         c = await factory.node("c", wanted=1)
         await clients.data.put(KEYS.size, encode(SizeRecord(min=3, max=3, desired=3, generation=2)))
-        assert (await all_with(a, b, c)).number < 10
+        round = await all_with(a, b, c)
+        assert round.number < 10
+        for node in (a, b, c):
+            node.answers = True
+            await node.report(notice=5.0)
+        await clients.data.put(KEYS.notice, encode(NoticeRecord(round.number, 2**53)))
+        d = await factory.node("d", wanted=1)
+        await clients.data.put(KEYS.size, encode(SizeRecord(min=4, max=4, desired=4, generation=3)))
+        assert (await a.until_noticed()).number < 10
+        await all_with(a, b, c, d)
 
 
 # -- a store that lost its data
