@@ -341,15 +341,24 @@ async def test_a_job_that_cannot_run_locally_is_refused_before_anything_starts(
     assert list((home / "runs").glob("*")) == []
 
 
-async def test_an_etcd_that_cannot_run_is_reported_as_bad_input_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo out of luck >&2; exit 1", "its last output: out of luck; see "),
+        (f'ulimit -n 64; exec {find_etcd(None)} "$@"', "the limit of open files is too low; raise it (ulimit -n); see"),
+    ],
+)
+async def test_an_etcd_that_cannot_run_is_reported_as_bad_input_and_leaves_nothing(
+    script: str, reason: str, home: Path, tmp_path: Path
+) -> None:
     etcd = tmp_path / "bin" / "etcd"
     etcd.parent.mkdir()
-    etcd.write_text("#!/bin/sh\necho out of luck >&2; exit 1\n")
+    etcd.write_text(f"#!/bin/sh\n{script}\n")
     etcd.chmod(0o755)
     path = f"{etcd.parent}:{os.environ['PATH']}"
     async with LocalRun(home, manifest(tmp_path), environ={"PATH": path}) as run:
         assert await run.exit_code() == 2
-        assert "out of luck" in run.output
+        assert reason in run.lines[-1]
         assert "Traceback" not in run.output
         assert processes_of(home) == {}
 

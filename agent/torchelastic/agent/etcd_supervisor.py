@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.agent.workers.process_tree import set_parent_death_signal, set_title
 from torchelastic.errors import StartError
-from torchelastic.store.etcd_process import PASSWORD_VARIABLE, etcd_command
+from torchelastic.store.etcd_process import PASSWORD_VARIABLE, etcd_command, last_message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -90,20 +90,11 @@ def _serving(binary: str, folder: Path, addresses: Sequence[str], port: int) -> 
         try:
             exited = os.pidfd_open(etcd.pid)
             if ready.fileno() not in select.select([ready.fileno(), exited], [], [], _READY_TIMEOUT)[0]:
-                raise StartError(_reason(log.read_text(errors="replace"))[:500] or "it is not ready")
+                raise StartError(last_message(log.read_text(errors="replace")) or "it is not ready")
             yield exited
         finally:
             etcd.kill()
             etcd.wait()
-
-
-def _reason(log: str) -> str:
-    """Return the last line of a log; if it is JSON, its message and error only."""
-    line = log.strip().rpartition("\n")[2]
-    if not line.startswith("{"):
-        return line
-    record = json.loads(line)
-    return ": ".join(record[key] for key in ("msg", "error") if key in record)
 
 
 def _wait_for_the_end(exited: int, client: EtcdClient, prefix: str) -> None:

@@ -5,7 +5,9 @@ This module imports only the standard library, because a bare interpreter import
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE: Final = "TORCHELASTIC_ETCD_PASSWORD"  # noqa: S105 - a name
 """The variable with the password of an etcd's user root, for the process that starts the etcd only."""
 
+_TOO_FEW_FILES: Final = ("file descriptor limit", "too many open files")
 
 AUTHORITY = "ca.crt"
 CERTIFICATE = "tls.crt"
@@ -56,6 +59,18 @@ def etcd_command(binary: Path, data: Path, *, clients: Sequence[str], peer: str,
         *("--auto-compaction-mode=periodic", "--auto-compaction-retention=10m"),
         *("--logger=zap", "--log-level=warn", f"--log-outputs={log}"),
     )
+
+
+def last_message(log: str) -> str:
+    """Return the last line of etcd's output, shortened; if it is JSON, its message and error only, without a stack."""
+    line = log.strip().rpartition("\n")[2]
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            line = ": ".join(str(record[key]) for key in ("msg", "error") if key in record)
+    if any(sign in line for sign in _TOO_FEW_FILES):
+        return "the limit of open files is too low; raise it (ulimit -n)"
+    return line[:500]
 
 
 def etcd_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -341,10 +341,8 @@ class EtcdProcess:
         self._port, self._peer_port = free_ports(2)
         try:
             if not await self._serve():
-                lines = self._log.read_text(errors="replace").strip().splitlines() or ["none"]
-                raise BadInput(
-                    f"{self._binary} exited before it was ready; its last output: {lines[-1][:500]}; see {self._log}"
-                )
+                last = etcd_process.last_message(self._log.read_text(errors="replace")) or "none"
+                raise BadInput(f"{self._binary} exited before it was ready; its last output: {last}; see {self._log}")
             while True:
                 self.restarts += 1
                 if not await self._serve():
