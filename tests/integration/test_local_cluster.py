@@ -172,6 +172,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
         snapshot = await run.wait_until_training(1)
         folder = Path(snapshot["run"]["directory"]) / "tls"
         assert folder.stat().st_mode & 0o077 == 0
+        assert listening_ports(snapshot["etcd"]["pid"]) == {int(snapshot["etcd"]["endpoint"].rpartition(":")[2])}
         stranger = StoreSettings((snapshot["etcd"]["endpoint"],), "https", ca_cert=f"{folder}/ca.crt")
         with pytest.raises(StoreError, match=r"(?i)certificate"):
             await connect_store(stranger)
@@ -182,6 +183,14 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
         assert await run.exit_code() == 130, run.output
         assert processes_of(home) == {}
     assert (tmp_path / "saved").exists()
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports on which a process listens."""
+    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    lines = (line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines())
+    listening = (line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets)
+    return {int(line[1].rpartition(":")[2], 16) for line in listening}
 
 
 async def test_a_second_request_to_end_a_run_does_not_wait_for_hanging_pods(home: Path, tmp_path: Path) -> None:

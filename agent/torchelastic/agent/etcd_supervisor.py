@@ -75,12 +75,13 @@ def _serving(binary: str, folder: Path, addresses: Sequence[str], port: int) -> 
     """
     urls = [f"http://{f'[{address}]' if ':' in address else address}:{port}" for address in addresses]
     log = folder / "etcd.log"
-    command = etcd_command(Path(binary), folder / "data", clients=urls, peer=f"http://{_LOOPBACK}:0", log="stderr")
+    command = etcd_command(Path(binary), folder / "data", clients=urls, log="stderr")
     command = (*command, "--bcrypt-cost=4")  # a longer hash would not protect a password of 256 bits better
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, log.open("wb") as output:
         ready.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
         etcd = subprocess.Popen(
             command,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

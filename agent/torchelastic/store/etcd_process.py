@@ -45,13 +45,15 @@ def find_etcd(search_path: str | None) -> Path | None:
     return None
 
 
-def etcd_command(binary: Path, data: Path, *, clients: Sequence[str], peer: str, log: str) -> tuple[str, ...]:
+def etcd_command(binary: Path, data: Path, *, clients: Sequence[str], log: str) -> tuple[str, ...]:
     """Return the command line of an etcd with one member, whose data need not survive the machine.
 
-    ``clients`` and ``peer`` are the URLs on which it listens; ``log`` is a file, or ``stderr``.
+    ``clients`` are the URLs on which it listens; ``log`` is a file, or ``stderr``. Run the command in a folder that
+    only this user can enter: who reaches the socket for other members, which is there, can change all keys.
     """
+    peer = "unix://peer:0"  # this file; etcd 3.5 needs a port
     return (
-        *(str(binary), "--name=local", f"--data-dir={data}"),
+        *(str(binary.absolute()), "--name=local", f"--data-dir={data}"),
         *(f"--listen-client-urls={','.join(clients)}", f"--advertise-client-urls={','.join(clients)}"),
         *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),
         *(f"--initial-cluster=local={peer}", "--unsafe-no-fsync"),

@@ -317,7 +317,6 @@ class EtcdProcess:
         self._environ = etcd_process.etcd_environment(environ)
         self._changed = changed
         self._emit = emit
-        self._peer_port = 0
         self._data = directory / "etcd"
         self.state = EtcdState.ABSENT
         self.pid: int | None = None
@@ -337,8 +336,9 @@ class EtcdProcess:
             BadInput: the first process did not become ready.
         """
         shutil.rmtree(self._data, ignore_errors=True)
+        self._data.mkdir(mode=0o700)
         self.restarts = 0
-        self._port, self._peer_port = free_ports(2)
+        (self._port,) = free_ports(1)
         try:
             if not await self._serve():
                 last = etcd_process.last_message(self._log.read_text(errors="replace")) or "none"
@@ -362,7 +362,8 @@ class EtcdProcess:
             notifications.bind("")  # the kernel chooses a name that begins with a NUL; $NOTIFY_SOCKET begins with @
             address = "@" + notifications.getsockname()[1:].decode()
             with self._log.open("ab") as log:
-                process = await _start_process(self._command(), {**self._environ, "NOTIFY_SOCKET": address}, log)
+                environ = {**self._environ, "NOTIFY_SOCKET": address}
+                process = await _start_process(self._command(), environ, log, self._data)
             self.pid = process.pid
             exited, ready = asyncio.ensure_future(process.wait()), asyncio.ensure_future(_ready(notifications))
             try:
@@ -390,9 +391,9 @@ class EtcdProcess:
 
     def _command(self) -> Sequence[str]:
         scheme, flags = ("http", ()) if self._tls is None else ("https", etcd_process.tls_flags(f"{self._tls}"))
-        client, peer = f"{scheme}://127.0.0.1:{self._port}", f"http://127.0.0.1:{self._peer_port}"
-        command = etcd_process.etcd_command(self._binary, self._data, clients=[client], peer=peer, log=f"{self._log}")
-        return *command, *flags
+        clients = [f"{scheme}://127.0.0.1:{self._port}"]
+        data = self._data / "data"
+        return *etcd_process.etcd_command(self._binary, data, clients=clients, log=f"{self._log}"), *flags
 
 
 def free_ports(count: int) -> tuple[int, ...]:
