@@ -312,6 +312,9 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
             raise SettingsError(_explained(written))
         else:
             raw[known.name] = RawValue(written, value.removeprefix("=") or "1", between=" ")
+    own = environ.get("PET_RDZV_ENDPOINT")
+    if own and raw["rdzv-endpoint"].text != own:  # a worker of a job starts another run
+        raw.pop("certificates", None)  # they belong to the etcd of the job
     if (conf := raw.get("rdzv-conf")) is not None:
         raw |= read_conf(conf.source, split_conf(conf))
     return CommandLine(raw, tuple(program))

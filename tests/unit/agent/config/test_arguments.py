@@ -152,6 +152,14 @@ def test_without_flags_one_worker_runs_on_one_node_without_etcd() -> None:
         ("PET_RDZV_ID=a --rdzv-id=b", "rendezvous.run_id", "b"),
         ("PET_NNODES= PET_RDZV_ENDPOINT=", "store", None),
         ("PET_MODULE=0 PET_SHUTDOWN_TIMEOUT=0", "program.kind", ProgramKind.SCRIPT),
+        # the certificates of a job are for its own etcd only
+        ("PET_RDZV_ENDPOINT=e TORCHELASTIC_ETCD_TLS=both", "store.protocol", "https"),
+        ("PET_RDZV_ENDPOINT=e TORCHELASTIC_ETCD_TLS=both --rdzv-endpoint=f", "store.protocol", "http"),
+        (
+            "PET_RDZV_ENDPOINT=e TORCHELASTIC_ETCD_TLS=both --nnodes=2 --rdzv-endpoint=localhost --rdzv-backend=c10d",
+            "store.endpoints",
+            ("localhost:29400",),
+        ),
     ],
 )
 def test_flags_and_variables_become_settings(given: str, setting: str, value: object) -> None:
