@@ -614,7 +614,6 @@ async def test_the_operators_permissions_are_sufficient_and_all_used(
 ) -> None:
     where = [] if everywhere else [f"--set=namespaces={{{helm.namespace}}}"]
     where += [f"--set=etcd.secretNamespaces={{{helm.namespace}}}", "--set=etcd.allowedEndpoints={127.0.0.0/8}"]
-    where.append("--set-json=etcd.certificateDays=0.0001")  # renewed after 4 s
     await helm("install", RELEASE, str(CHART), *where)
     await helm.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
     granted = await helm.rights(of=RELEASE, namespace=helm.namespace)
@@ -643,11 +642,9 @@ async def job_from_apply_to_delete(helm: Helm, ns: OperatorNamespace) -> None:
     pods = await ns.wait_for_pods(2, "rounds")
     gone, stays = sorted(pods, key=lambda name: index_of(pods[name]))
     made = await ns.wait_for(DEPLOYMENTS, lambda found: "rounds-etcd" in found)
-    notes = made["rounds-etcd"]["metadata"]["annotations"]
-    await ns.wait_for(
-        DEPLOYMENTS,
-        lambda found: found["rounds-etcd"]["metadata"]["annotations"][CERTIFICATE] != notes[CERTIFICATE],
-    )
+    assert made["rounds-etcd"]["metadata"]["annotations"][CERTIFICATE]
+    await ns.api.patch(DEPLOYMENTS, ns.name, "rounds-etcd", {"metadata": {"annotations": {CERTIFICATE: ""}}})
+    await ns.wait_for(DEPLOYMENTS, lambda found: found["rounds-etcd"]["metadata"]["annotations"][CERTIFICATE] != "")
     await helm.kubectl("delete", "pod", gone)
     await ns.wait_for(PODS, lambda found: gone not in found and len(live(found)) == 2, labels=worker_selector("rounds"))
 

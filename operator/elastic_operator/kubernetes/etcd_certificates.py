@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime as dt
 import hashlib
 import logging
 import math
@@ -18,7 +19,6 @@ from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError
 
 if TYPE_CHECKING:
-    import datetime as dt
     from collections.abc import Iterable
 
 _KEY: Final = "secret"
@@ -37,7 +37,7 @@ class EtcdCertificates:
     """
 
     secret: bytes = field(repr=False)
-    lifetime: dt.timedelta
+    lifetime: dt.timedelta = dt.timedelta(days=365)
 
     def issue(self, uid: str, hosts: Iterable[str] = ()) -> dict[str, bytes]:
         """Issue a certificate as :meth:`elastic_operator.certificates.JobAuthority.issue` does."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 BAD_INPUT: Final = 2
 """The exit code for invalid input."""
 
-_MAX_DAYS: Final = 36500
-
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 _EPILOG: Final = """\
@@ -65,7 +63,6 @@ def parse(argv: Sequence[str] | None, environ: Mapping[str, str]) -> OperatorSet
     return OperatorSettings(
         namespaces=tuple(dict.fromkeys(given.namespace)),
         etcd_secrets_namespaces=tuple(dict.fromkeys(given.etcd_secrets_namespace)),
-        certificate_days=given.etcd_certificate_days,
         etcd_endpoints=tuple(dict.fromkeys(given.etcd_endpoints)),
         pods=PodSettings(
             etcd_image=given.etcd_image,
@@ -126,14 +123,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CIDR|SUFFIX",
         help="use an etcd of spec.etcd.endpoint only at addresses in this range, or with names that end so; may be "
         "repeated (default: all but loopback, link-local and metadata addresses)",
-    )
-    jobs.add_argument(
-        "--etcd-certificate-days",
-        default=365.0,
-        type=_days,
-        metavar="DAYS",
-        help="validity of the certificates of the etcds that the operator creates; it renews them after half of this "
-        "time (default: %(default)g)",
     )
     jobs.add_argument(
         "--agent-metrics-port",
@@ -212,16 +201,6 @@ def _endpoints(text: str) -> str:
             ) from None
         _name(text.removeprefix("."))
     return text
-
-
-def _days(text: str) -> float:
-    try:
-        days = float(text)
-    except ValueError:
-        days = 0.0
-    if not 0 < days <= _MAX_DAYS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of days: a number above 0, up to {_MAX_DAYS}")
-    return days
 
 
 def _port(text: str) -> int:

@@ -6,7 +6,6 @@ Every copy lists and watches objects, so that it can take over at once. Only the
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import functools
 import logging
 from typing import TYPE_CHECKING, Final
@@ -87,7 +86,7 @@ class Manager:
 
     async def _reconcile(self) -> None:
         settings = self._settings
-        certificates = EtcdCertificates(await self._secret(), dt.timedelta(days=settings.certificate_days))
+        certificates = EtcdCertificates(await self._secret())
         async with (
             Writer(self._api, self._cache, settings.identity, self._metrics.created) as writer,
             JobStores(

@@ -16,7 +16,6 @@ class OperatorSettings:
         etcd_secrets_namespaces: the namespaces in which the operator may read Secrets with credentials for etcd.
         etcd_endpoints: the allowed endpoints of etcds that jobs name; see
             :class:`~elastic_operator.kubernetes.etcd_endpoints.EtcdEndpoints`.
-        certificate_days: how long the certificates of the etcds that the operator creates are valid.
         pods: defaults for the pods of all jobs.
         listen: the host and the port of /healthz, /readyz and /metrics; without a host, all addresses.
         leader_elect: whether this copy acts only while it holds the lease, so that several copies may run.
@@ -32,7 +31,6 @@ class OperatorSettings:
     namespaces: tuple[str, ...] = ()
     etcd_secrets_namespaces: tuple[str, ...] = ()
     etcd_endpoints: tuple[str, ...] = ()
-    certificate_days: float = 365.0
     pods: PodSettings = field(default_factory=PodSettings)
     listen: tuple[str, int] = ("0.0.0.0", 8080)  # noqa: S104 - probes and Prometheus come from other hosts
     leader_elect: bool = True

@@ -135,7 +135,6 @@ def arguments(values: Mapping[str, str]) -> list[str]:
 
 def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
     words = {"--etcd-image": "etcd:1", "--agent-metrics-port": "9000", "--log-level": "error", "--log-format": "json"}
-    words["--etcd-certificate-days"] = "9"
     given = arguments(words)
     assert {"--leader-elect", "--no-leader-elect"} <= set(given)
     settings = parse([each for each in given if each != "--no-leader-elect"], {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})
@@ -143,7 +142,6 @@ def test_the_operator_accepts_the_arguments_of_the_deployment() -> None:
         namespaces=("team",),
         etcd_secrets_namespaces=("team",),
         etcd_endpoints=("team",),
-        certificate_days=9.0,
         pods=PodSettings(
             etcd_image="etcd:1", agent_metrics_port=9000, network_policies=False, metrics_namespaces=("team",)
         ),
