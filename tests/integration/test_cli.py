@@ -34,7 +34,8 @@ def test_a_user_without_a_home_directory_learns_what_to_set(command: str, tmp_pa
     done = subprocess.run([*command_line, *arguments], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr == (
-        "elasticjob: the home directory cannot be found: set ELASTICJOB_HOME to the full path of a folder for the runs\n"
+        "elasticjob: the home directory cannot be found: "
+        "set ELASTICJOB_HOME to the full path of a folder for the runs\n"
     )
 
 

@@ -187,7 +187,7 @@ async def test_an_interrupted_run_waits_for_workers_that_save(home: Path, tmp_pa
 
 def listening_ports(pid: int) -> set[int]:
     """Return the TCP ports on which a process listens."""
-    sockets = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    sockets = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
     lines = (line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines())
     listening = (line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets)
     return {int(line[1].rpartition(":")[2], 16) for line in listening}
