@@ -23,7 +23,7 @@ from elastic_operator.errors import BadInput, ClusterError
 from elastic_operator.kubernetes import pod_status
 from elastic_operator.kubernetes.client import EVENTS, PODS, Api, with_hint
 from elastic_operator.kubernetes.job_record import CreateBackoff, JobRecord
-from elastic_operator.kubernetes.object_cache import ManagedEtcd, ObjectCache, managed_etcd, owner_of, pack_job
+from elastic_operator.kubernetes.object_cache import ManagedEtcd, ObjectCache, managed_etcd, owner_of, unpack_job
 from elastic_operator.resources.owned_objects import ETCD
 
 if TYPE_CHECKING:
@@ -63,12 +63,15 @@ class KubernetesBackend:
         Raises:
             BadInput: the job's status is invalid.
         """
-        body = self.cache.job(key)
-        self._forget_former(key, body)
-        if body is None or get_str(body, "spec", "managedBy") not in ("", MANAGER):
+        packed = self.cache.packed_job(key)
+        self._forget_former(key, packed)
+        if packed is None:
             return None
-        record = self._record(key, body)
-        record.packed = pack_job(body)
+        body = unpack_job(packed)
+        if get_str(body, "spec", "managedBy") not in ("", MANAGER):
+            return None
+        record = self._record(key, packed)
+        record.packed = packed
         record.requeue = None
         try:
             job = job_of(body)
@@ -104,20 +107,20 @@ class KubernetesBackend:
         if owner is None:
             return
         key = f"{body['metadata']['namespace']}/{owner['name']}"
-        job = self.cache.job(key)
+        job = self.cache.packed_job(key)
         if job is None or job["metadata"]["uid"] != owner["uid"]:
             return
         phase = last.phase if last.phase.ended else PodPhase.FAILED
         gone = replace(last, phase=phase, ready=False, terminating=True, waiting="", sidecars_running=False)
         self._record(key, job).deleted[last.index] = (gone, time.monotonic() + _DELETED_TTL)
 
-    def _record(self, key: str, body: Json) -> JobRecord:
+    def _record(self, key: str, packed: Json) -> JobRecord:
         record = self._records.get(key)
-        if record is None or record.uid != body["metadata"]["uid"]:
+        if record is None or record.uid != packed["metadata"]["uid"]:
             # The disruption budget's error in the job's status is not reported again.
-            failed = pod_status.true_condition(body, ConditionType.DISRUPTION_BUDGET_FAILED)
+            failed = pod_status.true_condition(unpack_job(packed), ConditionType.DISRUPTION_BUDGET_FAILED)
             pdb = CreateBackoff(blocked=get_str(failed, "message") or None)
-            record = self._records[key] = JobRecord(key, pack_job(body), pdb=pdb)
+            record = self._records[key] = JobRecord(key, packed, pdb=pdb)
         return record
 
     def _forget_former(self, key: str, body: Json | None) -> None:

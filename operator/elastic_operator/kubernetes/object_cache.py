@@ -60,10 +60,14 @@ class ObjectCache:
 
     def job(self, key: str) -> Json | None:
         """Return the job with this key, ``namespace/name``; the later one if two have it."""
+        packed = self.packed_job(key)
+        return None if packed is None else unpack_job(packed)
+
+    def packed_job(self, key: str) -> Json | None:
+        """Return the same job as it is kept, packed by :func:`pack_job`."""
         namespace, _, name = key.partition("/")
         jobs = self._by_owner[ELASTIC_JOBS].get((namespace, name), {})
-        packed = max(jobs.values(), key=version_of, default=None)
-        return None if packed is None else unpack_job(packed)
+        return max(jobs.values(), key=version_of, default=None)
 
     def owned_by(self, resource: Resource, namespace: str, job_uid: str) -> tuple[Json, ...]:
         """Return the objects of a kind that a job owns.
