@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchelastic.store.api import StoreSettings
 
 MAX_ANSWER: Final = 6 << 20
-"""Maximum size of an answer: MAX_LISTED in base64, and the revisions of a page of keys."""
+"""Maximum size of an answer in bytes: a page of keys, or all keys of a run in the API v2."""
 
 _PROBE_LIMIT: Final = 1.0
 """Seconds for finding out why a server does not answer."""
