@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -38,6 +38,11 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 TOO_LARGE_DELAY: Final = 600.0
 """Seconds for which a store that sends too much is left alone: reading it takes memory and time from other jobs."""
+
+_ENTRY_PAUSE: Final = 1e-4
+_BYTE_PAUSE: Final = 1e-7
+"""Seconds of pause for each entry and for each byte that was read: about ten times as long as reading takes, so that a
+store with endless changes leaves the operator's time to other jobs."""
 
 _LONGEST_ID: Final = 512
 """Maximum length of a node's id: a pod's name, which has at most 253 characters, and a suffix."""
@@ -179,12 +184,15 @@ class StoreMirror:
         async with contextlib.aclosing(follow(store, self._keys.root)) as news:
             async for each in news:
                 if isinstance(each, Listing):
+                    entries: Sequence[Entry | None] = each.entries
                     self._take(each)
                     self._changed()
-                    continue
-                changes = [self._put(change.key, change.entry) for change in each]
-                if any(changes):
-                    self._changed()
+                else:
+                    entries = [change.entry for change in each]
+                    if any([self._put(change.key, change.entry) for change in each]):  # noqa: C419 - put all of them
+                        self._changed()
+                size = sum(len(entry.value) for entry in entries if entry is not None)
+                await asyncio.sleep(_ENTRY_PAUSE * (1 + len(entries)) + _BYTE_PAUSE * size)
 
     def _take(self, listing: Listing) -> None:
         if not self.nodes or self.outcome is not None:
