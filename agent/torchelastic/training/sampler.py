@@ -78,10 +78,9 @@ class ElasticSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Return this rank's part of each batch that is left in this epoch, as indices of samples."""
         rank, world_size = _rank_and_world_size()
-        if self._shuffle:
-            order = torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self._epoch))
-        else:
-            order = torch.arange(self._length)
+        with torch.device("cpu"):  # the program's default may be another
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._length, generator=generator) if self._shuffle else torch.arange(self._length)
         starts = range(self._position, self._position + len(self) * self._batch_size, self._batch_size)
         batches = (order[start : start + self._batch_size] for start in starts)
         return ((batch[rank::world_size] if rank < len(batch) else batch[:1]).tolist() for batch in batches)

@@ -78,7 +78,6 @@ def test_an_epoch_with_four_then_two_then_three_ranks_adds_up_to_the_sum_of_the_
         means += train(samplers, data, steps, lost=2)
         state = samplers[0].state_dict()
     assert sum(float(mean) * size for mean, size in zip(means, (6, 6, 6, 2), strict=True)) == pytest.approx(410)
-    assert (state["epoch"], state["position"]) == (1, 0)
 
 
 def test_a_rank_takes_every_nth_sample_and_without_one_the_first() -> None:
@@ -89,12 +88,14 @@ def test_a_rank_takes_every_nth_sample_and_without_one_the_first() -> None:
     assert read == [[[0, 3], [5]], [[1, 4], [6]], [[2], [5]]]
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_the_order_is_that_of_torchs_sampler_with_the_same_seed_and_epoch(epoch: int) -> None:
+def test_the_order_is_that_of_torchs_sampler_with_the_same_seed_and_epoch_on_any_device() -> None:
     torchs = DistributedSampler(range(50), num_replicas=1, rank=0, seed=3)
-    torchs.set_epoch(epoch)
-    state = ElasticSampler(50, 50, seed=3).state_dict() | {"epoch": epoch}
-    assert list(sampler_at(state, 50, 50, seed=3)) == [list(torchs)] != [sorted(torchs)]
+    for epoch in range(2):
+        torchs.set_epoch(epoch)
+        sampler = sampler_at(ElasticSampler(50, 50, seed=3).state_dict() | {"epoch": epoch}, 50, 50, seed=3)
+        with torch.device("meta"):  # the program's default
+            read = list(sampler)
+        assert read == [list(torchs)] != [sorted(torchs)]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -113,8 +114,7 @@ def test_a_data_loader_that_was_broken_off_while_it_read_ahead_continues_after_t
 def test_the_last_small_batch_may_be_dropped(drop_last: bool, sizes: list[int]) -> None:
     sampler = ElasticSampler(10, 4, drop_last=drop_last)
     for at in range(len(sizes)):
-        assert [len(batch) for batch in sampler] == sizes[at:]
-        assert len(sampler) == len(sizes) - at
+        assert (len(sampler), [len(batch) for batch in sampler]) == (len(sizes) - at, sizes[at:])
         sampler.advance()
     assert (sampler.epoch, sampler.position) == (1, 0)
     # After 4 of 10 samples, too few are left for a whole batch of 8.
