@@ -5,6 +5,7 @@ For training programs (see :mod:`torchelastic.training`; without an agent, they 
 * :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`answer_notice`,
   :func:`is_round_current`,
   :class:`NonRetryableException`, :func:`step` and :func:`report_checkpoint`;
+* :class:`ElasticSampler`, whose batches are the same for any number of ranks;
 * :class:`State`, :func:`train` and :class:`StopException` for training that survives changes of its world.
 
 For launchers in Python:
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
     from torchelastic.training.errors import NonRetryableException
     from torchelastic.training.notices import Notice, answer_notice, ask_for_notice, is_round_current, notice
     from torchelastic.training.progress import CheckpointReport, heartbeat, report_checkpoint, step
+    from torchelastic.training.sampler import ElasticSampler
     from torchelastic.version import __version__
 
 __all__ = [
     "CheckpointReport",
     "Coordinator",
+    "ElasticSampler",
     "LaunchConfig",
     "LocalElasticAgent",
     "NonRetryableException",
@@ -81,6 +84,7 @@ __getattr__ = lazy_attributes(
         "torchelastic.training.errors": "NonRetryableException",
         "torchelastic.training.notices": "Notice answer_notice ask_for_notice is_round_current notice",
         "torchelastic.training.progress": "CheckpointReport heartbeat report_checkpoint step",
+        "torchelastic.training.sampler": "ElasticSampler",
         "torchelastic.version": "__version__",
         "torchelastic.inprocess.worker_stats": "SimpleWorkerStats WorkerStats",
     },

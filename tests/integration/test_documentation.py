@@ -97,7 +97,7 @@ def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str,
 
 
 def test_every_example_is_run_here() -> None:
-    assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 3]
+    assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 4]
 
 
 # -- launching from Python
@@ -174,3 +174,22 @@ async def test_an_example_reports_progress_and_runs_unchanged_without_an_agent(
         async with Launcher(path, cwd=tmp_path) as alone:
             assert await alone.code() == 0, alone.output
         assert alone.lines == [said]
+
+
+async def test_the_example_of_the_sampler_trains_the_same_model_if_the_number_of_ranks_changes(tmp_path: Path) -> None:
+    saved = ".replace(CHECKPOINT)\n"
+    fails = "            if 'FAILS' in os.environ and sampler.epoch == 3 and sampler.position: os._exit(1)\n"
+    (path := tmp_path / "train.py").write_text("import os\n" + below("ElasticSampler").replace(saved, saved + fails))
+    (alone := tmp_path / "alone").mkdir()
+    (elastic := tmp_path / "elastic").mkdir()
+    arguments = ("--standalone", "--max-restarts=0")
+    async with AgentProcess(*arguments, path, cwd=alone) as agent:
+        wanted = await agent.wait_for_line(r"\[rank 0\] (loss: .*)")
+        assert await agent.code() == 0
+
+    async with AgentProcess(*arguments, "--nproc-per-node=3", path, cwd=elastic, env={"FAILS": "1"}) as agent:
+        assert await agent.code() != 0
+    async with AgentProcess(*arguments, "--nproc-per-node=2", path, cwd=elastic) as agent:
+        found = await agent.wait_for_line(r"\[rank 0\] (loss: .*)")
+        assert await agent.code() == 0
+    assert found[1] == wanted[1]

@@ -1,4 +1,4 @@
-"""Optional functions with which a training program communicates with its agent.
+"""What a training program uses: functions that communicate with its agent, and a sampler.
 
 * :func:`step` and :func:`report_checkpoint` record metrics (see :mod:`torchelastic.metrics`). On rank 0 they also
   report the time of the first step and of the last checkpoint to the agent, for the time breakdown of the run. Every
@@ -9,6 +9,7 @@
 * :func:`is_round_current` returns whether this worker's round is still current. Call it before you commit a checkpoint.
 * :func:`heartbeat` reports that the worker makes progress.
 * :class:`NonRetryableException` ends the run even if restarts are left.
+* :class:`ElasticSampler` distributes batches that are the same for any number of ranks. It does not use the agent.
 
 Reports never block the training. A checkpoint is reported at once; of several within the next second, only the last one
 is reported, at the first call after that second or at exit. A report that the agent did not accept is sent again then.

@@ -116,8 +116,8 @@ import importlib, pathlib, sys, {package}
 root = pathlib.Path({package}.__path__[0])
 names = [".".join(path.relative_to(root.parent).with_suffix("").parts) for path in root.rglob("*.py")]
 torchs = "torchelastic.multiprocessing", "torchelastic.events", "torchelastic.timer", "torchelastic.agent.server.torch_"
-torchs += ("torchelastic.distributed.collectives",)
-names = [name for name in names if not name.startswith(torchs)]  # torch's own objects, a subclass, and collectives
+torchs += ("torchelastic.distributed.collectives", "torchelastic.training.sampler")
+names = [name for name in names if not name.startswith(torchs)]  # torch's own objects, subclasses, and collectives
 for name in names:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name

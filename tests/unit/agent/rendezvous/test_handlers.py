@@ -56,9 +56,10 @@ from importlib.metadata import entry_points
 before = set(sys.modules)
 assert callable(entry_points(group="torchrun.handlers")["torchelastic"].load()())
 assert not heavy & (set(sys.modules) - before)
-for name in torchelastic.__all__:
+for name in {*torchelastic.__all__} - {"ElasticSampler"}:
     getattr(torchelastic, name)
 assert "torch" not in sys.modules
+assert torchelastic.ElasticSampler is sys.modules["torchelastic.training.sampler"].ElasticSampler
 assert "LaunchConfig" in dir(torchelastic)
 assert not hasattr(torchelastic, "no_such_name")
 """
