@@ -5,6 +5,7 @@ For training programs (see :mod:`torchelastic.training`; without an agent, they 
 * :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`answer_notice`,
   :func:`is_round_current`,
   :class:`NonRetryableException`, :func:`step` and :func:`report_checkpoint`;
+* :class:`Checkpointer` saves the state of the training, and loads the newest checkpoint of all ranks;
 * :class:`State`, :func:`train` and :class:`StopException` for training that survives changes of its world.
 
 For launchers in Python:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torchelastic.inprocess.worker_stats import SimpleWorkerStats, WorkerStats
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
+    from torchelastic.training.checkpointer import Checkpointer
     from torchelastic.training.errors import NonRetryableException
     from torchelastic.training.notices import Notice, answer_notice, ask_for_notice, is_round_current, notice
     from torchelastic.training.progress import CheckpointReport, heartbeat, report_checkpoint, step
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointReport",
+    "Checkpointer",
     "Coordinator",
     "LaunchConfig",
     "LocalElasticAgent",
@@ -78,6 +81,7 @@ __getattr__ = lazy_attributes(
         "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
         "torchelastic.inprocess.state": "State",
         "torchelastic.inprocess.train_loop": "train",
+        "torchelastic.training.checkpointer": "Checkpointer",
         "torchelastic.training.errors": "NonRetryableException",
         "torchelastic.training.notices": "Notice answer_notice ask_for_notice is_round_current notice",
         "torchelastic.training.progress": "CheckpointReport heartbeat report_checkpoint step",
