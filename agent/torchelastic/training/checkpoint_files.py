@@ -82,22 +82,28 @@ class CheckpointFiles:
         """Return the highest token of any file; 0 if there is none."""
         return max((name.token for name, _ in self._entries()), default=0)
 
-    def reserve(self, token: int, mark: bytes) -> None:
+    def reserve(self, token: int, mark: bytes) -> bool:
         """Write the file of a token, with a mark by which other processes recognize it.
 
+        Returns:
+            Whether the token is reserved; False if another process has reserved it.
+
         Raises:
-            FileExistsError: another process has reserved the token.
             OSError: the file cannot be written.
         """
         self._files.makedirs(self.folder, exist_ok=True)
         path = f"{self.folder}/token-{token}"
+        if self._files.exists(path):
+            return False
         if self._is_local:
-            with Path(path).open("xb") as file:
-                file.write(mark)
-        elif self._files.exists(path):
-            raise FileExistsError(path)
+            try:
+                with Path(path).open("xb") as file:
+                    file.write(mark)
+            except FileExistsError:
+                return False
         else:
             self._files.pipe_file(path, mark)
+        return True
 
     def sees_mark(self, token: int, mark: bytes) -> bool:
         """Return whether one of the folders has the file of a token, with this mark."""

@@ -17,9 +17,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 
-import torch
-import torch.distributed as dist
-
 from torchelastic.errors import SettingsError
 from torchelastic.protocol.pod import Env
 from torchelastic.training.checkpoint_files import CheckpointFiles, CheckpointName
@@ -195,16 +192,12 @@ class Checkpointer:
         return token
 
     def _reserve(self, token: int, mark: bytes) -> int:
-        while True:
-            try:
-                self._files.reserve(token, mark)
-            except FileExistsError:
+        try:
+            while not self._files.reserve(token, mark):
                 token += 1
-            except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
-                logger.warning("No checkpoint can be written, and training continues: %s", error)
-                return token
-            else:
-                return token
+        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
+            logger.warning("No checkpoint can be written, and training continues: %s", error)
+        return token
 
     def _load_newest(self, ranks: _Ranks) -> tuple[int, dict[str, Any] | None]:
         """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""
@@ -246,6 +239,8 @@ class _Ranks:
     """The ranks that load together, which exchange data on the CPU; only this process without a process group."""
 
     def __init__(self) -> None:
+        import torch.distributed as dist
+
         self._group: Any = None
         self.rank, self._world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -258,6 +253,8 @@ class _Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        import torch.distributed as dist
+
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
@@ -265,6 +262,9 @@ class _Ranks:
         """Return the values that each rank passes, in the order of the ranks."""
         if self._group is None:
             return [values]
+        import torch
+        import torch.distributed as dist
+
         own = torch.tensor(values, dtype=torch.int64)
         found = [torch.zeros_like(own) for _ in range(self._world_size)]
         dist.all_gather(found, own, self._group)
@@ -272,6 +272,9 @@ class _Ranks:
 
     def broadcast(self, file: BinaryIO | None, source: int) -> BinaryIO:
         """Return the content of the file that the rank `source` passes; the other ranks pass None."""
+        import torch
+        import torch.distributed as dist
+
         size = file.seek(0, os.SEEK_END) if file is not None else 0
         ((size,), *_) = self.gather(size)[source : source + 1]
         received = file or io.BytesIO()
@@ -288,5 +291,7 @@ class _Ranks:
 
 
 def _load(file: BinaryIO) -> dict[str, Any]:
+    import torch
+
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state

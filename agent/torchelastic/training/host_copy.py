@@ -6,9 +6,7 @@ import collections
 import copy
 from typing import Any, Final
 
-import torch
-
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.device, torch.dtype)
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _MAPPINGS: Final = (dict, collections.OrderedDict, collections.Counter)
 
 
@@ -18,13 +16,15 @@ def copy_to_host(value: Any, name: str) -> Any:  # noqa: ANN401 - a state has va
     Raises:
         TypeError: the value could not be loaded again; the message has its name.
     """
+    import torch
+
     kind = type(value)
     if isinstance(value, torch.Tensor):
         plain = value.detach()
         if type(plain) is torch.Tensor:
             return plain.to("cpu", copy=True)
         raise TypeError(f"{name} is a {kind.__name__}: save tensors of this kind with torch.distributed.checkpoint.")
-    if kind in _PLAIN:
+    if kind in (*_PLAIN, torch.Size, torch.device, torch.dtype):
         return value
     if kind in _MAPPINGS:
         copied = copy.copy(value)  # keeps the attributes of a module's state_dict()
