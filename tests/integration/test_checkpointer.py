@@ -97,7 +97,8 @@ with torchelastic.Checkpointer(folder) as checkpointer:
     step = int(state["weight"][0]) if state else 0
     print(f"loaded {step} on rank {rank}", flush=True)
     if "sharded" in sys.argv:
-        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         try:
             checkpointer.save(step + 1, {"weight": distribute_tensor(torch.ones(6), mesh, [Shard(0)])})

@@ -178,7 +178,8 @@ class CheckpointFiles:
         for name, match in list(self._entries()):
             is_own = (name.token, name.rank) == (writer.token, writer.rank) and match["suffix"] is not None
             if (match["partial"] or name not in complete) and (is_own or name.token < writer.token):
-                self._files.rm_file(f"{name.folder}/{match.string}")
+                with contextlib.suppress(FileNotFoundError):  # its writer still runs, and has renamed it
+                    self._files.rm_file(f"{name.folder}/{match.string}")
 
     def _delete(self, name: CheckpointName) -> None:
         for suffix in (".json", ".pt"):  # in this order, so that no manifest is without its file

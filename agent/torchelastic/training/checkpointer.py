@@ -42,7 +42,7 @@ _CHUNK: Final = 64 * 2**20
 class Checkpointer:
     """Saves the state of a training in the background, and loads the newest checkpoint of all ranks.
 
-    All ranks create it, call :meth:`load` once, and then :meth:`save` after each step::
+    All ranks create it, call :meth:`load`, and then :meth:`save` after each step::
 
         checkpointer = torchelastic.Checkpointer(every=100)
         if (state := checkpointer.load()) is not None:
@@ -84,19 +84,21 @@ class Checkpointer:
     def load(self) -> dict[str, Any] | None:
         """Return the state of the newest checkpoint that any rank can read, on the CPU; None if there is none.
 
-        All ranks call this once, after ``init_process_group()``, and get the same state. A damaged checkpoint is logged
-        as a warning, and the next older one is loaded.
+        All ranks call this together, after ``init_process_group()`` and before :meth:`save`, and get the same state. A
+        damaged checkpoint is logged as a warning, and the next older one is loaded. To return to the last checkpoint in
+        the same process, call it again.
 
         Raises:
             NonRetryableException: on all ranks, if there are checkpoints, but none can be loaded.
             SettingsError: this process is one of several, and there is no process group.
             OSError: the folder cannot be read.
         """
+        self.wait()
         with _Ranks() as ranks:
             self._rank = ranks.rank
             self._token = self._reserve_token(ranks)
             step, state = self._load_newest(ranks)
-        self._last_step, self._last_time = max(step, 0), time.monotonic()
+        self._last_step, self._last_time, self._written_step = max(step, 0), time.monotonic(), None
         return state
 
     def save(self, step: int, state: Mapping[str, Any], *, force: bool = False) -> bool:

@@ -185,6 +185,17 @@ def test_a_checkpoint_is_due_after_a_number_of_steps(tmp_path: Path) -> None:
     assert not checkpointer.save(30, state_of(30))
 
 
+def test_a_training_that_returns_to_a_checkpoint_saves_the_same_steps_again(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, 1, 2)
+    file(tmp_path, 2, "pt").write_bytes(b"")
+    state = checkpointer.load()
+    assert state is not None
+    assert state["step"] == 1
+    assert checkpointer.save(2, state_of(2))
+    checkpointer.close()
+    assert start(tmp_path)[1] == 2
+
+
 def test_a_checkpoint_is_due_after_a_time(tmp_path: Path) -> None:
     rarely, _ = start(tmp_path, every=dt.timedelta(days=1))
     assert not rarely.save(1, state_of(1))
