@@ -6,6 +6,7 @@ For training programs (see :mod:`torchelastic.training`; without an agent, they 
   :func:`is_round_current`,
   :class:`NonRetryableException`, :func:`step` and :func:`report_checkpoint`;
 * :class:`ElasticSampler`, whose batches are the same for any number of ranks;
+* :class:`Checkpointer` saves the state of the training, and loads the newest checkpoint of all ranks;
 * :class:`State`, :func:`train` and :class:`StopException` for training that survives changes of its world.
 
 For launchers in Python:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torchelastic.inprocess.worker_stats import SimpleWorkerStats, WorkerStats
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
+    from torchelastic.training.checkpointer import Checkpointer
     from torchelastic.training.errors import NonRetryableException
     from torchelastic.training.notices import Notice, answer_notice, ask_for_notice, is_round_current, notice
     from torchelastic.training.progress import CheckpointReport, heartbeat, report_checkpoint, step
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointReport",
+    "Checkpointer",
     "Coordinator",
     "ElasticSampler",
     "LaunchConfig",
@@ -81,6 +84,7 @@ __getattr__ = lazy_attributes(
         "torchelastic.rendezvous.api": "RendezvousHandler RendezvousInfo RendezvousParameters",
         "torchelastic.inprocess.state": "State",
         "torchelastic.inprocess.train_loop": "train",
+        "torchelastic.training.checkpointer": "Checkpointer",
         "torchelastic.training.errors": "NonRetryableException",
         "torchelastic.training.notices": "Notice answer_notice ask_for_notice is_round_current notice",
         "torchelastic.training.progress": "CheckpointReport heartbeat report_checkpoint step",

@@ -129,6 +129,22 @@ async def test_the_multi_node_example_trains_on_two_nodes(tmp_path: Path, etcd: 
     assert {a.lines[-1], b.lines[-1]} == {"{0: 0}", "{1: 1}"}
 
 
+async def test_the_example_of_the_checkpointer_continues_after_a_failure_and_reports_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    source, port = below("Checkpointer"), free_range(1).first
+    fails = "    if step == 499 and not start: dist.barrier(), checkpointer.wait(), sys.exit(1)\n"
+    source = source.replace("    done = step + 1\n", f"{fails}    done = step + 1\n")
+    (tmp_path / "train.py").write_text(f"import signal, sys\n{source}print('trained', flush=True)\nsignal.pause()\n")
+    flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", f"--metrics-port={port}")
+    async with AgentProcess(*flags, "--local-addr=127.0.0.1", "train.py", cwd=tmp_path) as agent:
+        for rank in (0, 1):
+            await agent.wait_for_line(rf"\[rank {rank}\] training begins at step 400")
+        await agent.wait_for_line(r"\[rank 0\] trained")
+        page = await scraped(port)
+    assert sum(value for (name, _), value in page.samples.items() if name.endswith("write_latency_seconds_count")) >= 2
+
+
 WAITS = """
     if state.step == 101 and torch.distributed.get_world_size() == 1:  # waits for another process
         __import__("time").sleep(0.01)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from torchelastic.errors import SettingsError
 from torchelastic.metrics.api import profile
+from torchelastic.training.checkpoint_files import sync_to_disk
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.progress import report_checkpoint
 
@@ -144,7 +145,7 @@ class _FolderCheckpoint(Checkpoint):
         os.umask(mask)
         self._folder.chmod(0o777 & ~mask)  # mkdtemp() creates a private folder
         for path in (*self._folder.iterdir(), self._folder):
-            _write_to_disk(path)
+            sync_to_disk(path)
         while True:
             folder = self._manager.next_folder()
             try:
@@ -155,7 +156,7 @@ class _FolderCheckpoint(Checkpoint):
                 continue  # another process has committed a checkpoint meanwhile
             break
         self._folder = folder
-        _write_to_disk(folder.parent)
+        sync_to_disk(folder.parent)
         self._manager.delete_old()
 
     def discard(self) -> None:
@@ -191,14 +192,6 @@ def _load_newest(manager: CheckpointManager, state: State) -> str:
         else:
             return ""
     return why
-
-
-def _write_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _manager: CheckpointManager | None = None

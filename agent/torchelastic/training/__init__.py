@@ -7,6 +7,7 @@
   or leaves, or the size changes. :func:`notice` returns the notice, and :func:`answer_notice` answers it. Without a
   request, workers are stopped at once.
 * :func:`is_round_current` returns whether this worker's round is still current. Call it before you commit a checkpoint.
+* :class:`Checkpointer` saves the state of the training, and loads the newest checkpoint of all ranks.
 * :func:`heartbeat` reports that the worker makes progress.
 * :class:`NonRetryableException` ends the run even if restarts are left.
 * :class:`ElasticSampler` distributes batches that are the same for any number of ranks. It does not use the agent.

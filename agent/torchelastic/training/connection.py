@@ -25,7 +25,7 @@ from torchelastic.protocol.worker import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class AgentConnection:
@@ -102,9 +102,16 @@ def run_in_thread(function: Callable[..., object], *arguments: object) -> None:
     Raises:
         RuntimeError: no thread can be started, or the program is exiting.
     """
+    with blocked_signals():
+        start_new_thread(function, arguments)  # the locks of threading could block a signal handler
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block all signals in this thread, and in threads that it starts meanwhile: the main thread handles signals."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        start_new_thread(function, arguments)  # the locks of threading could block a signal handler
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -1,0 +1,299 @@
+"""Checkpoints of a program whose ranks have the same state, as with DistributedDataParallel.
+
+All ranks load the same checkpoint: the newest complete one that any rank can read. They agree on it when the training
+starts, so it does not matter whether their folders are the same. One rank writes into each folder.
+:mod:`torchelastic.training.checkpoint_files` describes the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import io
+import logging
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
+
+from torchelastic.errors import SettingsError
+from torchelastic.protocol.pod import Env
+from torchelastic.training.checkpoint_files import CheckpointFiles, CheckpointName
+from torchelastic.training.connection import blocked_signals
+from torchelastic.training.errors import NonRetryableException
+from torchelastic.training.host_copy import copy_to_host
+from torchelastic.training.progress import CheckpointReport, report_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Checkpointer"]
+
+logger = logging.getLogger(__name__)
+
+_NONE: Final = CheckpointName(0, -1, 0, "")
+"""Stands for no checkpoint: it is older than all others."""
+
+_CHUNK: Final = 64 * 2**20
+"""Number of bytes of a checkpoint that one broadcast sends."""
+
+
+class Checkpointer:
+    """Saves the state of a training in the background, and loads the newest checkpoint of all ranks.
+
+    All ranks create it, call :meth:`load`, and then :meth:`save` after each step::
+
+        checkpointer = torchelastic.Checkpointer(every=100)
+        if (state := checkpointer.load()) is not None:
+            model.load_state_dict(state["model"])
+
+    The state is a dict of tensors, plain values, and dicts, lists, tuples and sets of them. It is the same on all
+    ranks. One rank writes into each folder: rank 0, and the first rank of each node that cannot see rank 0's folder. A
+    checkpoint that cannot be written is logged as a warning; training continues, and earlier checkpoints stay.
+
+    Args:
+        folder: a path, or a URL of fsspec such as ``s3://bucket/run``. By default ``$TORCHELASTIC_CHECKPOINT_DIR``; if
+            this is a pod's folder, ``<job>/<index>``, on a volume that pods share, the job's other folders also count.
+        every: the number of steps, or the time, after which a checkpoint is due.
+        keep: the number of newest checkpoints that stay.
+
+    Raises:
+        SettingsError: there is no folder, or a value is out of range.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str] | None = None, *, every: int | dt.timedelta = 1, keep: int = 2
+    ) -> None:
+        url = os.environ.get(Env.CHECKPOINT_DIR) if folder is None else folder
+        if not url:
+            raise SettingsError(f"There is no folder for checkpoints: pass one, or set ${Env.CHECKPOINT_DIR}.")
+        if keep < 1:
+            raise SettingsError(f"keep={keep} would delete every checkpoint; use 1 or more.")
+        if every <= (dt.timedelta() if isinstance(every, dt.timedelta) else 0):  # type: ignore[operator] # of one type
+            raise SettingsError(f"every={every} is not positive; use a number of steps of 1 or more, or a longer time.")
+        self._files = CheckpointFiles(url, of_pod=folder is None)
+        self._every, self._keep = every, keep
+        self._damaged: set[CheckpointName] = set()
+        self._token = self._rank = 0
+        self._is_writer = False
+        self._last_step, self._last_time = 0, time.monotonic()
+        self._written_step: int | None = None
+        self._writing: threading.Thread | None = None
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the state of the newest checkpoint that any rank can read, on the CPU; None if there is none.
+
+        All ranks call this together, after ``init_process_group()`` and before :meth:`save`, and get the same state. A
+        damaged checkpoint is logged as a warning, and the next older one is loaded. To return to the last checkpoint in
+        the same process, call it again.
+
+        Raises:
+            NonRetryableException: on all ranks, if there are checkpoints, but none can be loaded.
+            SettingsError: this process is one of several, and there is no process group.
+            OSError: the folder cannot be read.
+        """
+        self.wait()
+        with _Ranks() as ranks:
+            self._rank = ranks.rank
+            self._token = self._reserve_token(ranks)
+            step, state = self._load_newest(ranks)
+        self._last_step, self._last_time, self._written_step = max(step, 0), time.monotonic(), None
+        return state
+
+    def save(self, step: int, state: Mapping[str, Any], *, force: bool = False) -> bool:
+        """Begin to write a checkpoint if one is due; all ranks call this after each step.
+
+        The call returns when the state is copied to the memory of the host; a thread writes the copy. While it does, no
+        other checkpoint begins: one that is due begins at the first call after the write. So training never waits for
+        the storage.
+
+        Args:
+            step: the number of completed steps.
+            state: what :meth:`load` returns later.
+            force: whether to save even if no checkpoint is due, unless the step is saved already. The call then waits
+                for the previous write. Use it before the program ends; :meth:`close` waits for the last write.
+
+        Returns:
+            Whether this rank has begun to write a checkpoint.
+
+        Raises:
+            TypeError: the state contains a tensor that is not a plain one, such as a DTensor, or another object that
+                could not be loaded; only on ranks that write.
+            RuntimeError: :meth:`load` was not called.
+            ValueError: the step is negative.
+        """
+        if not self._token:
+            raise RuntimeError("Call load() before save(): in it, the ranks agree on where the training starts.")
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, not {step}.")
+        if not self._is_writer or not (force or self._is_due(step)):
+            return False
+        if force:
+            self.wait()
+        elif self._writing is not None and self._writing.is_alive():
+            return False
+        if step == self._written_step:
+            return False
+        report = report_checkpoint()
+        copied = copy_to_host(state, "state")
+        self._last_step, self._last_time = step, time.monotonic()
+        name = CheckpointName(self._token, step, self._rank, self._files.folder)
+        # Python waits for this thread before it exits.
+        self._writing = threading.Thread(target=self._write, args=(name, copied, report), name="checkpoint")
+        with blocked_signals():
+            self._writing.start()
+        return True
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written. A ``with`` statement calls this at its end."""
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_due(self, step: int) -> bool:
+        if isinstance(self._every, dt.timedelta):  # each writer decides on its own: the ranks have the same state
+            return time.monotonic() - self._last_time >= self._every.total_seconds()
+        return step - self._last_step >= self._every
+
+    def _write(self, name: CheckpointName, state: object, report: CheckpointReport) -> None:
+        try:
+            self._files.write(name, state)
+        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
+            logger.warning("The checkpoint of step %d was not written, and training continues: %s", name.step, error)
+            return
+        self._written_step = name.step
+        report.done()
+        try:
+            self._files.delete_old(self._keep, name, self._damaged)
+        except Exception as error:  # noqa: BLE001 - likewise
+            logger.warning("Old checkpoints could not be deleted, and training continues: %s", error)
+
+    def _reserve_token(self, ranks: _Ranks) -> int:
+        """Agree on a token that is higher than all before, and find out which ranks write."""
+        (seen,) = max(ranks.gather(self._files.highest_token()))
+        round = os.environ.get("TORCHELASTIC_ROUND", "")
+        token, mark = max(seen + 1, int(round) if round.isdecimal() else 0), secrets.randbits(62)
+        if ranks.rank == 0:
+            token = self._reserve(token, b"%x" % mark)
+        token, mark = ranks.gather(token, mark)[0]
+        self._is_writer = ranks.rank == 0 or (
+            os.environ.get("LOCAL_RANK", "0") == "0" and not self._files.sees_mark(token, b"%x" % mark)
+        )
+        if self._is_writer and ranks.rank != 0:
+            self._reserve(token, b"%x" % mark)
+        return token
+
+    def _reserve(self, token: int, mark: bytes) -> int:
+        try:
+            while not self._files.reserve(token, mark):
+                token += 1
+        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
+            logger.warning("No checkpoint can be written, and training continues: %s", error)
+        return token
+
+    def _load_newest(self, ranks: _Ranks) -> tuple[int, dict[str, Any] | None]:
+        """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""
+        why = ""
+        while True:  # another writer may delete checkpoints meanwhile, so each attempt lists them again
+            own = max((each for each in self._files.checkpoints() if each not in self._damaged), default=_NONE)
+            token, step = max(ranks.gather(own.token, own.step))
+            if step == _NONE.step:
+                if any(damaged for (damaged,) in ranks.gather(len(self._damaged))):
+                    raise NonRetryableException(why or "No checkpoint can be loaded: the other ranks' logs say why.")
+                return step, None
+            checksum, state = 0, None
+            with contextlib.ExitStack() as stack:
+                if (own.token, own.step) == (token, step):
+                    try:
+                        file, sha256 = stack.enter_context(self._files.verified(own))
+                        state = _load(file)
+                        checksum = int(sha256[:15], 16)
+                    except Exception as error:  # noqa: BLE001 - torch.load() raises several kinds
+                        reason = f"{error}".partition("\n")[0]
+                        logger.warning("The checkpoint %s.pt cannot be loaded: %s", own.path, reason)
+                        self._damaged.add(own)
+                        why = why or (
+                            f"No checkpoint can be loaded, the newest ({own.path}.pt) because {reason}. To train from "
+                            "the beginning, move the checkpoints to another folder."
+                        )
+                checksums = [each for (each,) in ranks.gather(checksum)]
+                source = next((rank for rank, each in enumerate(checksums) if each), None)
+                if source is None:
+                    continue
+                if len(set(checksums)) > 1:
+                    received = ranks.broadcast(file if ranks.rank == source else None, source)
+                    if checksum != checksums[source]:
+                        state = _load(received)
+            return step, state
+
+
+class _Ranks:
+    """The ranks that load together, which exchange data on the CPU; only this process without a process group."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._group: Any = None
+        self.rank, self._world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+            self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise SettingsError("The ranks load a checkpoint together: call init_process_group() before load().")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import torch.distributed as dist
+
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def gather(self, *values: int) -> list[tuple[int, ...]]:
+        """Return the values that each rank passes, in the order of the ranks."""
+        if self._group is None:
+            return [values]
+        import torch
+        import torch.distributed as dist
+
+        own = torch.tensor(values, dtype=torch.int64)
+        found = [torch.zeros_like(own) for _ in range(self._world_size)]
+        dist.all_gather(found, own, self._group)
+        return [tuple(each.tolist()) for each in found]
+
+    def broadcast(self, file: BinaryIO | None, source: int) -> BinaryIO:
+        """Return the content of the file that the rank `source` passes; the other ranks pass None."""
+        import torch
+        import torch.distributed as dist
+
+        size = file.seek(0, os.SEEK_END) if file is not None else 0
+        ((size,), *_) = self.gather(size)[source : source + 1]
+        received = file or io.BytesIO()
+        received.seek(0)
+        for start in range(0, size, _CHUNK):
+            chunk = bytearray(min(_CHUNK, size - start))
+            if file is not None:
+                chunk[:] = file.read(len(chunk))
+            dist.broadcast(torch.frombuffer(chunk, dtype=torch.uint8), source, self._group)
+            if file is None:
+                received.write(chunk)
+        received.seek(0)
+        return received
+
+
+def _load(file: BinaryIO) -> dict[str, Any]:
+    import torch
+
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return state

@@ -1,0 +1,158 @@
+"""Checkpoints of real ranks, and of a writer that is killed while it writes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import TIMEOUT, AgentProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.integration
+
+KILLED = """
+import os, signal, sys, threading
+import torch
+import torchelastic
+from torchelastic.training import checkpoint_files
+
+def train(line, pipe):
+    "Save two checkpoints; this process dies before it runs this line of the module for the second one."
+    with torchelastic.Checkpointer(sys.argv[1]) as checkpointer:
+        state = checkpointer.load() or {"step": 0, "weight": torch.zeros(100_000)}
+        assert (state["weight"] == state["step"]).all()
+        os.write(pipe, b"loaded %d\\n" % state["step"])
+        save(checkpointer, state["step"] + 1)
+        os.write(pipe, b"written %d\\n" % (state["step"] + 1))
+        lines = iter(range(line))
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != checkpoint_files.__file__:
+                return None
+            if event == "line" and next(lines, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        threading.settrace(trace)
+        save(checkpointer, state["step"] + 2)
+
+def save(checkpointer, step):
+    assert checkpointer.save(step, {"step": step, "weight": torch.full((100_000,), float(step))})
+    checkpointer.wait()
+
+torch.set_num_threads(1)
+written, deaths, line, code = 0, 0, 0, -signal.SIGKILL
+while code == -signal.SIGKILL:
+    reading, writing = os.pipe()
+    child = os.fork()  # torch is already imported
+    if child == 0:
+        try:
+            train(line, writing)
+        except BaseException as error:
+            print(repr(error))
+            os._exit(1)
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as said:
+        for (what, step) in map(str.split, said):
+            assert what == "written" or written <= int(step) <= written + 1, (step, written, line)
+            written = int(step)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    deaths += 1
+    line += 1 + line // 40
+files = [name for name in os.listdir(sys.argv[1]) if not name.startswith("token-")]
+print(f"{deaths} writers, the last one ended with {code}, and left {len(files)} files")
+"""
+
+
+def test_a_writer_that_is_killed_anywhere_loses_no_checkpoint(tmp_path: Path) -> None:
+    program, env = tmp_path / "train.py", {**os.environ, "OMP_NUM_THREADS": "1"}
+    program.write_text(KILLED)
+    command = [sys.executable, program, tmp_path / "checkpoints"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    found = re.fullmatch(r"(\d+) writers, the last one ended with 0, and left 4 files\n", ended.stdout)
+    assert found, ended
+    assert int(found[1]) > 50
+
+
+RANKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torchelastic
+
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), sys.argv[1]
+if "per-node" in sys.argv:  # each rank stands for a node with one rank and its own folder
+    folder, os.environ["LOCAL_RANK"] = f"{folder}/{rank}", "0"
+with torchelastic.Checkpointer(folder) as checkpointer:
+    state = checkpointer.load()
+    step = int(state["weight"][0]) if state else 0
+    print(f"loaded {step} on rank {rank}", flush=True)
+    if "sharded" in sys.argv:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        try:
+            checkpointer.save(step + 1, {"weight": distribute_tensor(torch.ones(6), mesh, [Shard(0)])})
+        except TypeError as error:
+            print(error, flush=True)
+    wrote = checkpointer.save(step + 1, {"weight": torch.full((1000,), step + 1.0)})
+    print(f"wrote {wrote} on rank {rank}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+async def run(folder: Path, ranks: int, *arguments: str) -> set[str]:
+    """Run a training until it ends, and return what its ranks said."""
+    (program := folder / "train.py").write_text(RANKS)
+    flags = ("--standalone", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1")
+    async with AgentProcess(*flags, program, folder / "checkpoints", *arguments) as agent:
+        assert await agent.code() == 0, agent.output
+    return {
+        match[1] for line in agent.lines if (match := re.search(r"\] (loaded .*|wrote .*|state.*|The check.*)", line))
+    }
+
+
+async def test_one_rank_writes_into_a_shared_folder_and_ranks_of_another_number_load(tmp_path: Path) -> None:
+    said = await run(tmp_path, 2)
+    assert said == {"loaded 0 on rank 0", "loaded 0 on rank 1", "wrote True on rank 0", "wrote False on rank 1"}
+    said = await run(tmp_path, 3, "sharded")
+    assert {line for line in said if line.startswith("loaded")} == {f"loaded 1 on rank {rank}" for rank in range(3)}
+    assert "state['weight'] is a DTensor: save tensors of this kind with torch.distributed.checkpoint." in said
+
+
+async def test_ranks_with_their_own_folders_continue_at_the_same_step(tmp_path: Path) -> None:
+    import torch
+
+    import torchelastic
+
+    for rank, step in ((0, 20), (2, 110), (2, 120)):
+        checkpointer = torchelastic.Checkpointer(tmp_path / "checkpoints" / str(rank))
+        checkpointer.load()
+        checkpointer.save(step, {"weight": torch.full((1000,), float(step))}, force=True)
+        checkpointer.close()
+    said = await run(tmp_path, 3, "per-node")
+    assert said == {f"loaded 120 on rank {rank}" for rank in range(3)} | {
+        f"wrote True on rank {rank}" for rank in range(3)
+    }
+
+    # Two of the three copies of step 121 are damaged.
+    for rank in (0, 2):
+        (path,) = (tmp_path / "checkpoints" / str(rank)).glob("*-000000121-*.pt")
+        path.write_bytes(b"")
+    said = await run(tmp_path, 3, "per-node")
+    assert {line for line in said if line.startswith("loaded")} == {f"loaded 121 on rank {rank}" for rank in range(3)}
+
+    # All copies of step 122 are damaged, so all ranks continue from the newest one before.
+    for path in (tmp_path / "checkpoints").glob("*/*-000000122-*.pt"):
+        path.write_bytes(b"")
+    said = await run(tmp_path, 3, "per-node")
+    assert {line for line in said if line.startswith("loaded")} == {f"loaded 121 on rank {rank}" for rank in range(3)}
