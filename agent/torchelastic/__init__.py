@@ -5,9 +5,10 @@ For training programs (see :mod:`torchelastic.training`; without an agent, they 
 * :func:`heartbeat`, :func:`ask_for_notice`, :func:`notice`, :func:`answer_notice`,
   :func:`is_round_current`,
   :class:`NonRetryableException`, :func:`step` and :func:`report_checkpoint`;
+* :func:`elastic` and :class:`TorchState` for training that survives changes of its world, in place;
 * :class:`ElasticSampler`, whose batches are the same for any number of ranks;
 * :class:`Checkpointer` saves the state of the training, and loads the newest checkpoint of all ranks;
-* :class:`State`, :func:`train` and :class:`StopException` for training that survives changes of its world.
+* :class:`State`, :func:`train` and :class:`StopException`: the same without an agent, as in torchelastic 0.1.
 
 For launchers in Python:
 
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
     from torchelastic.launcher.api import LaunchConfig, elastic_launch
     from torchelastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousParameters
     from torchelastic.training.checkpointer import Checkpointer
+    from torchelastic.training.elastic import elastic
     from torchelastic.training.errors import NonRetryableException
     from torchelastic.training.notices import Notice, answer_notice, ask_for_notice, is_round_current, notice
     from torchelastic.training.progress import CheckpointReport, heartbeat, report_checkpoint, step
     from torchelastic.training.sampler import ElasticSampler
+    from torchelastic.training.state import TorchState
     from torchelastic.version import __version__
 
 __all__ = [
@@ -59,12 +62,14 @@ __all__ = [
     "SimpleWorkerStats",
     "State",
     "StopException",
+    "TorchState",
     "WorkerSpec",
     "WorkerState",
     "WorkerStats",
     "__version__",
     "answer_notice",
     "ask_for_notice",
+    "elastic",
     "elastic_launch",
     "heartbeat",
     "is_round_current",
@@ -85,10 +90,12 @@ __getattr__ = lazy_attributes(
         "torchelastic.inprocess.state": "State",
         "torchelastic.inprocess.train_loop": "train",
         "torchelastic.training.checkpointer": "Checkpointer",
+        "torchelastic.training.elastic": "elastic",
         "torchelastic.training.errors": "NonRetryableException",
         "torchelastic.training.notices": "Notice answer_notice ask_for_notice is_round_current notice",
         "torchelastic.training.progress": "CheckpointReport heartbeat report_checkpoint step",
         "torchelastic.training.sampler": "ElasticSampler",
+        "torchelastic.training.state": "TorchState",
         "torchelastic.version": "__version__",
         "torchelastic.inprocess.worker_stats": "SimpleWorkerStats WorkerStats",
     },

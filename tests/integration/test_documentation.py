@@ -97,7 +97,7 @@ def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str,
 
 
 def test_every_example_is_run_here() -> None:
-    assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 4]
+    assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 6]
 
 
 # -- launching from Python
@@ -209,3 +209,16 @@ async def test_the_example_of_the_sampler_trains_the_same_model_if_the_number_of
         found = await agent.wait_for_line(r"\[rank 0\] (loss: .*)")
         assert await agent.code() == 0
     assert found[1] == wanted[1]
+
+
+async def test_the_processes_of_the_example_in_place_continue_when_one_is_killed(tmp_path: Path) -> None:
+    step = "            state.optimizer.step()\n"
+    dies = "            if state.commits == 150 and os.environ['RANK'] == '1' and not os.path.exists('killed'):\n"
+    dies += "                open('killed', 'x').close()\n                os._exit(3)\n"
+    (path := tmp_path / "train.py").write_text("import os\n" + below("Train in place").replace(step, dies + step))
+    async with AgentProcess("--standalone", "--nproc-per-node=2", path, cwd=tmp_path) as agent:
+        assert await agent.code() == 0, agent.output
+    begun = [line.rpartition(" ")[2] for line in agent.lines if re.match(r"\[rank \d\] training begins", line)]
+    assert begun[:2] == ["0", "0"], agent.output
+    assert begun[2] == begun[3], agent.output
+    assert begun[3] in {"150", "151"}, agent.output

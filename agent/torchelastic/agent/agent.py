@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from torchelastic.agent.failures import WorkerExit
-    from torchelastic.agent.workers.pool import WorkerGroup, Workers
+    from torchelastic.agent.workers.pool import Worker, WorkerGroup, Workers
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings
     from torchelastic.metrics.agent import AgentMetrics
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
+
+REJOIN_TIMEOUT: Final = 10.0
+"""Seconds for a worker that stays to leave its world after the next round has begun; then it is killed."""
 
 LEAVE_TIMEOUT: Final = 0.5
 """Seconds after which a leaving node assumes that no leader will form a round without it."""
@@ -110,6 +113,7 @@ class Agent:
         self._node_id = f"{settings.node_name}.{secrets.token_hex(4)}"
         self._round: RoundRecord | None = None
         self._group: WorkerGroup | None = None
+        self._staying: WorkerGroup | None = None
         self._environments: list[dict[str, str]] = []
         self._unfinished: set[int] = set()
         self.failures: list[FailureRecord] = []
@@ -269,11 +273,23 @@ class Agent:
             self._metrics.rendezvous_ended(succeeded=True)
         else:
             self._metrics.rendezvous_began()
+        environments: list[dict[str, str]] = []
+        if takes_part:
+            with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
+                environments = worker_environments(
+                    round,
+                    self._node_id,
+                    role=self._settings.role,
+                    run_id=self._settings.rendezvous.run_id,
+                    max_restarts=self._settings.rendezvous.max_restarts,
+                )
         if round.members and not takes_part:
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
-            await self._stop_workers(self._settings.stop_timeout)
-        self._socket.begin(round)
+            await self._stop_workers(self._settings.stop_timeout, stays=takes_part)
+        staying = [] if self._staying is None else self._staying.staying
+        self._staying = None
+        self._socket.begin(round, {worker.rank: environments[worker.local_rank] for worker in staying})
         self._round = round
         self.failures = []
         self._began_at = time.monotonic()
@@ -287,21 +303,14 @@ class Agent:
             self._metrics.workers_changed("stopped")
             self._broken_at = self._recovery = None
             return
-        with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
-            environments = self._environments = worker_environments(
-                round,
-                self._node_id,
-                role=self._settings.role,
-                run_id=self._settings.rendezvous.run_id,
-                max_restarts=self._settings.rendezvous.max_restarts,
-            )
+        self._environments = environments
         self._ranks_without_step = {int(env["RANK"]) for env in environments}
         if self._broken_at is not None and self._recovery is None:  # a failure before the first step prolongs it
             self._recovery = self._broken_at, round.reason
         self._history.enter(RunState.STARTING)
         try:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
-                self._group = await self._start(began, workers, environments)
+                self._group = await self._start(began, workers, environments, staying)
         except StartError as error:
             self._metrics.workers_started(self._broken_at, round.reason, succeeded=False)
             await self._round_failed(f"{error}", FailureKind.PROGRAM)
@@ -315,20 +324,39 @@ class Agent:
         logger.info(STARTED, round.number, started, round.world_size)
 
     async def _start(
-        self, began: RoundStarted, workers: Workers, environments: Sequence[Mapping[str, str]]
+        self,
+        began: RoundStarted,
+        workers: Workers,
+        environments: Sequence[Mapping[str, str]],
+        staying: Sequence[Worker],
     ) -> WorkerGroup:
-        """Start the round's workers, and its TCPStore if this node serves it."""
+        """Start the round's workers, except those that stay, and its TCPStore if this node serves it."""
         round = began.record
         group = await workers.start(
             round.number,
             [{**environment, WORKER_SOCKET: self._socket.path} for environment in environments],
             lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
             began.tcp_store_listener,
+            staying,
         )
+        if staying:
+            absent = RoundCallback(round, partial(self._kill_absent, staying))
+            asyncio.get_running_loop().call_later(REJOIN_TIMEOUT, self._events.put_nowait, absent)
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
+
+    async def _kill_absent(self, staying: Sequence[Worker]) -> None:
+        """Kill the workers that have not left the world of the previous round."""
+        here = self._socket.in_round
+        for worker in self._group.running if self._group is not None else ():
+            if worker.rank not in here and any(worker.child is each.child for each in staying):
+                logger.warning(
+                    "rank %d, process %d, is killed: it did not leave its world within %g s.",
+                    *(worker.rank, worker.child.pid, REJOIN_TIMEOUT),
+                )
+                worker.child.signal(signal.SIGKILL)
 
     def _stepped(self, rank: int, workers: Workers) -> None:
         """Record the recovery, and what workers import, when all workers of this node have begun their first step."""
@@ -367,7 +395,8 @@ class Agent:
     async def _report_failure(self, failure: FailureRecord) -> None:
         self._node.report(failure.round, failure=failure)
         self._metrics.rendezvous_began()
-        await self._stop_workers(self._settings.stop_timeout)
+        self._socket.break_world()
+        await self._stop_workers(self._settings.stop_timeout, stays=True)
 
     def _is_past(self, round: RoundRecord) -> bool:
         """Return whether the workers of a round were stopped; a later round may have the same number."""
@@ -443,17 +472,27 @@ class Agent:
         return False
 
     async def _stop_workers(
-        self, grace: float, number: signal.Signals | None = None, *, only_sessions: bool = False
+        self,
+        grace: float,
+        number: signal.Signals | None = None,
+        *,
+        only_sessions: bool = False,
+        stays: bool = False,
     ) -> None:
-        """Stop the workers of this node as :meth:`WorkerGroup.stop` does; a second signal ends the grace period."""
-        if self._group is not None:
+        """Stop the workers of this node as :meth:`WorkerGroup.stop` does; a second signal ends the grace period.
+
+        With ``stays``, those that stay when the round changes continue, for the next round.
+        """
+        group = self._group or self._staying
+        if group is not None:
             self._history.enter(RunState.STOPPING)
+            staying = {each.local_rank for each in group.staying if stays and each.rank in self._socket.staying}
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
-                stopping = self._group.stop(grace, number, only_sessions=only_sessions)
+                stopping = group.stop(grace, number, only_sessions=only_sessions, staying=staying)
                 await self._signals.run_until_second_signal(stopping)
-                if not self._group.stopped:
-                    await self._group.stop(0.0)
-            self._group = None
+                if not group.stopped:
+                    await group.stop(0.0)
+            self._group, self._staying = None, group if group.staying else None
             self._history.enter(RunState.RENDEZVOUS)
 
     def _left(self, number: signal.Signals) -> ExitStatus:

@@ -34,7 +34,7 @@ from torchelastic.errors import SettingsError
 from torchelastic.protocol.log_format import rank_label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -410,8 +410,12 @@ class Logs:
         except OSError as error:
             raise _unwritable(self._folder, error) from None
 
-    def open(self, round: int, environments: Sequence[dict[str, str]]) -> Iterator[WorkerOutput]:
-        """Open the files and pipes of each worker, by local rank; the user's ``LogsSpecs`` may change `environments`.
+    def open(
+        self, round: int, environments: Sequence[dict[str, str]], local_ranks: Iterable[int]
+    ) -> Iterator[WorkerOutput]:
+        """Open the files and pipes of the workers with these local ranks, in their order.
+
+        The user's ``LogsSpecs`` may change `environments`, which are those of all local ranks.
 
         Raises:
             SettingsError: a file or pipe cannot be opened.
@@ -421,8 +425,8 @@ class Logs:
             files: LogPaths | LogsDest = self._files(folder, [int(each["RANK"]) for each in environments])
             if self._settings.specs is not None:
                 files = _reify(self._settings.specs, round, environments, files.error_files)
-            for local_rank, environment in enumerate(environments):
-                yield self._output(files, local_rank, environment["RANK"])
+            for local_rank in local_ranks:
+                yield self._output(files, local_rank, environments[local_rank]["RANK"])
         except OSError as error:
             raise _unwritable(Path(error.filename or folder), error) from None
 

@@ -25,6 +25,7 @@ from torchelastic.protocol.worker import (
     NoticeMessage,
     RoundAnswer,
     WorkerMessage,
+    WorldMessage,
     encode_lines,
 )
 
@@ -35,20 +36,31 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.node import RendezvousNode
 
 _MAX_CHECK_SECONDS: Final = 60.0
+_PLANNED: Final = (RoundReason.NODE_JOINED, RoundReason.NODE_LEFT, RoundReason.RESIZED)
 _CAUSE_LIMIT: Final = 512
 """Maximum length of a cause in characters, so that a notice fits into a line of :data:`LINE_LIMIT` bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A connected process of a worker, the seconds of notice that it asks for, and the last notice that it answered."""
+    """A connected process of a worker.
+
+    Attributes:
+        rank: the worker's rank.
+        seconds: the seconds of notice that it asks for.
+        answered: the last notice that it answered.
+        stays: whether it continues in the next round.
+        left_for: the round for which it has left its last world; 0 if it was started for its round.
+    """
 
     rank: int
     writer: asyncio.StreamWriter
     seconds: float = 0.0
     answered: int = 0
+    stays: bool = False
+    left_for: int = 0
 
-    def send(self, message: NoticeMessage | RoundAnswer) -> None:
+    def send(self, message: NoticeMessage | RoundAnswer | WorldMessage) -> None:
         if not self.writer.is_closing():
             self.writer.write(encode_lines(message))
 
@@ -117,17 +129,44 @@ class WorkerSocket:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def begin(self, round: RoundRecord) -> None:
-        """Start a round: disconnect the workers of the previous round."""
+    @property
+    def staying(self) -> set[int]:
+        """The ranks of the workers that continue in the next round."""
+        return {process.rank for process in self._processes if process.stays}
+
+    @property
+    def in_round(self) -> set[int]:
+        """The ranks of the workers that stayed and have left their last world for the current round."""
+        return {process.rank for process in self._processes if process.left_for == self._round}
+
+    def break_world(self) -> None:
+        """Tell the workers that stay that a worker of their world is lost."""
+        for process in self._processes:
+            if process.stays:
+                process.send(WorldMessage())
+
+    def begin(self, round: RoundRecord, environments: Mapping[int, dict[str, str]]) -> None:
+        """Start a round: disconnect the workers of the previous round.
+
+        Args:
+            round: the round.
+            environments: the variables in this round of the workers that stay, by their ranks in the previous round.
+        """
         self._round = round.number
         self._began = time.time()
         self._first_step = self._last_checkpoint = 0.0
         self._has_stepped = False
         self._leaders_notice = 0
         self._notice = None
-        for process in self._processes:
-            process.writer.close()
-        self._processes.clear()
+        planned = round.reason in _PLANNED
+        for process in [*self._processes]:
+            if process.stays and process.rank in environments:
+                environment = environments[process.rank]
+                process.rank = int(environment["RANK"])
+                process.send(WorldMessage(environment=environment, planned=planned))
+            else:
+                process.writer.close()
+                self._processes.discard(process)
 
     def forget(self, rank: int) -> None:
         """Remove an exited worker: its answer to a notice is no longer awaited."""
@@ -240,6 +279,9 @@ class WorkerSocket:
             process.answered = message.answered_notice
         if message.requested_notice is not None or message.answered_notice is not None:
             self.changed()
+        if message.stays is not None:
+            process.stays = message.stays
+        process.left_for = max(process.left_for, message.left_for)
         if message.imported:
             self.imported(message.imported, message.changed)
         if message.first_step_at >= self._began:

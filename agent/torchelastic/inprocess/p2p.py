@@ -15,10 +15,10 @@ from urllib.parse import parse_qsl, urlsplit
 from torchelastic.config import parsers
 from torchelastic.errors import RendezvousClosedError, RendezvousError, SettingsError
 from torchelastic.inprocess.coordinator import Coordinator, StopException
-from torchelastic.inprocess.process_group import InterruptibleProcessGroup
 from torchelastic.metrics.api import profile
 from torchelastic.rendezvous.api import RendezvousParameters
 from torchelastic.training.errors import NonRetryableException
+from torchelastic.training.process_group import InterruptibleProcessGroup
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__

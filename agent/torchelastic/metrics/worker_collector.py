@@ -18,7 +18,7 @@ from torchelastic.metrics.series import Kind, SeriesNames
 from torchelastic.metrics.series_handler import MAX_NAMES, MEMORY_SIZE, MetricMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from prometheus_client import Metric
 
@@ -80,23 +80,31 @@ class WorkerCollector:
         self._names = SeriesNames()
         self._logged_error = False
 
-    def begin(self, ranks: Mapping[int, int]) -> Mapping[int, WorkerMetricMemory]:
-        """Return the regions of the workers of a round by local rank; the workers of the previous round have exited.
+    def begin(self, ranks: Mapping[int, int], staying: Collection[int] = ()) -> Mapping[int, WorkerMetricMemory]:
+        """Return the regions of the workers of a round by local rank; the other workers of the last round have exited.
 
-        If the regions cannot be allocated, the workers have no metrics. ``ranks`` maps local ranks to global ranks.
+        If the regions cannot be allocated, the workers have no metrics.
+
+        Args:
+            ranks: the global ranks by local rank.
+            staying: the local ranks of the workers that continue; they keep their regions.
         """
-        predecessors = {worker.rank: worker for worker in self._workers.values()}
+        kept = {local_rank: self._workers[local_rank] for local_rank in staying if local_rank in self._workers}
+        predecessors = {worker.rank: worker for worker in self._workers.values() if worker not in kept.values()}
+        for local_rank, worker in kept.items():
+            worker.rank = ranks[local_rank]
+        ranks = {local_rank: rank for local_rank, rank in ranks.items() if local_rank not in staying}
         # A rank keeps its counters. A rank that is new on this node continues those of a rank that has left.
         left = sorted(predecessors.keys() - set(ranks.values()))
         successors = dict(zip(sorted(set(ranks.values()) - predecessors.keys()), left, strict=False))
         with self._lock:
             try:
-                self._workers = {
+                self._workers = kept | {
                     local_rank: WorkerMetricMemory(rank, predecessors.get(successors.get(rank, rank)))
                     for local_rank, rank in ranks.items()
                 }
             except OSError as error:
-                self._workers = {}
+                self._workers = kept
                 if not self._logged_error:
                     self._logged_error = True
                     logger.warning("/metrics does not show the metrics of workers: no memory for them (%s).", error)

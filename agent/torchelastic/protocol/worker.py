@@ -2,7 +2,8 @@
 
 A process of a worker connects to the agent's Unix socket and sends a :class:`Hello`. With ``check_timeout``,
 the agent answers with a :class:`RoundAnswer` and closes the connection. Otherwise, the process sends any number of
-:class:`WorkerMessage`, and the agent sends a :class:`NoticeMessage` for each notice.
+:class:`WorkerMessage`, and the agent sends a :class:`NoticeMessage` for each notice. To a process that stays when the
+round changes, it sends a :class:`WorldMessage` for each change.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class WorkerMessage(_Message, frozen=True):
         last_checkpoint_at: when it began to write its last checkpoint.
         imported: an installed module that the program imports.
         changed: hashes of the environment variables that the program had changed before that, by name.
+        stays: whether the process continues in the next round; None for no change.
+        left_for: the number of the next round, for which the process has left its world.
     """
 
     requested_notice: Seconds | None = None
@@ -93,9 +96,11 @@ class WorkerMessage(_Message, frozen=True):
     last_checkpoint_at: Time = 0.0
     imported: str = ""
     changed: dict[str, int] = {}
+    stays: bool | None = None
+    left_for: Number = 0
 
 
-class NoticeMessage(_Message, frozen=True):
+class NoticeMessage(_Message, frozen=True, tag="notice"):
     """A notice of the agent to a process.
 
     Attributes:
@@ -109,6 +114,18 @@ class NoticeMessage(_Message, frozen=True):
     seconds: Annotated[float, msgspec.Meta(ge=0)]
     reason: str = ""
     cause: str = ""
+
+
+class WorldMessage(_Message, frozen=True, tag="world"):
+    """The world of a process that stays is broken, or has a successor.
+
+    Attributes:
+        environment: the variables of the process in the next round; empty until that round has begun.
+        planned: whether the ranks of the world still run, so that the process may first complete its step.
+    """
+
+    environment: dict[str, str] = {}
+    planned: bool = False
 
 
 def encode_lines(*messages: msgspec.Struct) -> bytes:

@@ -26,7 +26,7 @@ from torchelastic.training.host_copy import copy_to_host
 from torchelastic.training.progress import CheckpointReport, report_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = ["Checkpointer"]
 
@@ -93,15 +93,34 @@ class Checkpointer:
             SettingsError: this process is one of several, and there is no process group.
             OSError: the folder cannot be read.
         """
-        self.wait()
-        with _Ranks() as ranks:
-            self._rank = ranks.rank
-            self._token = self._reserve_token(ranks)
+        with self._join() as ranks:
             step, state = self._load_newest(ranks)
         self._last_step, self._last_time, self._written_step = max(step, 0), time.monotonic(), None
         return state
 
-    def save(self, step: int, state: Mapping[str, Any], *, force: bool = False) -> bool:
+    def join(self) -> None:
+        """Agree with other ranks on who writes, when ranks have joined or left. All ranks call this together.
+
+        :meth:`load` does this, too; ranks that have the state already call this instead.
+
+        Raises:
+            SettingsError: this process is one of several, and there is no process group.
+            OSError: the folder cannot be read.
+        """
+        with self._join():
+            self._written_step = None
+
+    @contextlib.contextmanager
+    def _join(self) -> Iterator[_Ranks]:
+        self.wait()
+        with _Ranks() as ranks:
+            self._rank = ranks.rank
+            self._token = self._reserve_token(ranks)
+            yield ranks
+
+    def save(
+        self, step: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, force: bool = False
+    ) -> bool:
         """Begin to write a checkpoint if one is due; all ranks call this after each step.
 
         The call returns when the state is copied to the memory of the host; a thread writes the copy. While it does, no
@@ -110,7 +129,7 @@ class Checkpointer:
 
         Args:
             step: the number of completed steps.
-            state: what :meth:`load` returns later.
+            state: what :meth:`load` returns later; or a function that returns it, which is called if a write begins.
             force: whether to save even if no checkpoint is due, unless the step is saved already. The call then waits
                 for the previous write. Use it before the program ends; :meth:`close` waits for the last write.
 
@@ -136,7 +155,7 @@ class Checkpointer:
         if step == self._written_step:
             return False
         report = report_checkpoint()
-        copied = copy_to_host(state, "state")
+        copied = copy_to_host(state() if callable(state) else state, "state")
         self._last_step, self._last_time = step, time.monotonic()
         name = CheckpointName(self._token, step, self._rank, self._files.folder)
         # Python waits for this thread before it exits.

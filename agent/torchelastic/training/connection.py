@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 from _thread import start_new_thread
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -21,6 +21,7 @@ from torchelastic.protocol.worker import (
     Hello,
     NoticeMessage,
     WorkerMessage,
+    WorldMessage,
     encode_lines,
 )
 
@@ -36,6 +37,8 @@ class AgentConnection:
         self._socket: socket.socket | None = None
         self._read = False
         self._sees_forks = False
+        self._takers: dict[type[msgspec.Struct], Callable[[Any], object]] = {}
+        self._at_end: set[Callable[[], object]] = set()
 
     def _leave_to_parent(self) -> None:
         """Close this process's copy of its parent's connection, after a fork."""
@@ -61,12 +64,16 @@ class AgentConnection:
                 self.close()
                 return False
 
-    def read(self, take: Callable[[NoticeMessage], object], closed: Callable[[], object]) -> None:
-        """Start a thread that passes the agent's notices to `take`, and calls `closed` when the connection ends."""
+    def read(
+        self, kind: type[NoticeMessage | WorldMessage], take: Callable[[Any], object], closed: Callable[[], object]
+    ) -> None:
+        """Pass the agent's messages of a kind to `take`, in a thread; call `closed` when the connection ends."""
         with self._lock:
+            self._takers[kind] = take
+            self._at_end.add(closed)
             if self._socket is not None and not self._read:
                 self._read = True
-                run_in_thread(self._listen, self._socket, take, closed)
+                run_in_thread(self._listen, self._socket)
 
     def close(self) -> None:
         """Close the connection; the next message opens another one."""
@@ -78,18 +85,19 @@ class AgentConnection:
             with contextlib.suppress(OSError):  # the program has closed the descriptor
                 connection.close()
 
-    def _listen(
-        self, connection: socket.socket, take: Callable[[NoticeMessage], object], closed: Callable[[], object]
-    ) -> None:
+    def _listen(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError):
             connection.settimeout(None)  # sending stays non-blocking
             with connection.makefile("rb") as lines:
                 while line := lines.readline(LINE_LIMIT):
-                    take(msgspec.json.decode(line, type=NoticeMessage))
+                    message = msgspec.json.decode(line, type=NoticeMessage | WorldMessage)
+                    if (take := self._takers.get(type(message))) is not None:
+                        take(message)
         with self._lock:
             if self._socket is connection:
                 self.close()
-        closed()
+        for closed in [*self._at_end]:
+            closed()
 
 
 AGENT_CONNECTION: Final = AgentConnection()

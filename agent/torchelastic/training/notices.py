@@ -110,7 +110,7 @@ class Notices:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         if AGENT_CONNECTION.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
-            AGENT_CONNECTION.read(self._take, self._closed)
+            AGENT_CONNECTION.read(NoticeMessage, self._take, self._closed)
 
     def notice(self) -> Notice | None:
         """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.

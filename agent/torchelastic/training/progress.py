@@ -103,6 +103,10 @@ class ProgressReporter:
         self._unsent: dict[str, Any] = {}  # fields of a message
         self._next = -math.inf
 
+    def begin_round(self) -> None:
+        """Forget the steps of the previous round; this process continues in the next one."""
+        self.step_began, self.first_step_reported, self.has_stepped = 0.0, False, False
+
     def first_step(self, *_: object) -> None:
         """Report the first training step; a later call has no effect. This is also a hook of torch's optimizers."""
         if not self.first_step_reported:

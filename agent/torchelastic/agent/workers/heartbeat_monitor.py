@@ -62,6 +62,7 @@ class HeartbeatMonitor:
     def __init__(self, folder: Path, timeout: float) -> None:
         self.timeout = timeout
         self._folder = folder
+        self._files: dict[int, Path] = {}
         self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when its last change was seen
 
     def create_file(self, local_rank: int) -> Path:
@@ -69,8 +70,13 @@ class HeartbeatMonitor:
         path = self._folder / str(local_rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         path.touch()
-        self._changed[local_rank] = path.stat().st_mtime_ns, asyncio.get_running_loop().time()
+        self.watch_file(local_rank, path)
         return path
+
+    def watch_file(self, local_rank: int, path: Path) -> None:
+        """Watch the heartbeat file of a worker; its timeout begins now. Raise OSError if that is not possible."""
+        self._files[local_rank] = path
+        self._changed[local_rank] = path.stat().st_mtime_ns, asyncio.get_running_loop().time()
 
     async def wait_for_hang(self, running: Callable[[], Collection[int]]) -> list[int]:
         """Wait until a worker hangs; return the local ranks of the workers without a heartbeat, longest time first.
@@ -85,7 +91,7 @@ class HeartbeatMonitor:
             suspended = now - before > self.timeout * _SUSPENDED_FRACTION
             for rank, (seen, _) in self._changed.items():
                 with contextlib.suppress(OSError):  # the program has removed the file
-                    modified = (self._folder / str(rank)).stat().st_mtime_ns
+                    modified = self._files[rank].stat().st_mtime_ns
                     if modified != seen or suspended:
                         self._changed[rank] = modified, now
             before = now

@@ -37,7 +37,7 @@ from torchelastic.protocol.worker import ERROR_FILE, HEARTBEAT_FILE, MEMORY, MET
 if TYPE_CHECKING:
     import ast
     import socket
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from types import ModuleType
 
     from torchelastic.agent.worker_output import OutputConsumer, WorkerOutput
@@ -70,6 +70,7 @@ class Worker:
     """A worker of a round.
 
     Attributes:
+        heartbeat_file: the file of its heartbeats; None if no heartbeats are expected.
         hang_symptom: why the worker counts as hung; empty if the worker does not hang.
     """
 
@@ -77,6 +78,7 @@ class Worker:
     rank: int
     child: Child
     output: WorkerOutput
+    heartbeat_file: Path | None = None
     hang_symptom: str = ""
 
     async def exit(self) -> WorkerExit:
@@ -114,7 +116,8 @@ class WorkerGroup:
         reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
         heartbeats: the heartbeats of the workers; None if no heartbeats are expected.
-        stopped: whether the workers and all processes that they started have exited.
+        stopped: whether the workers and all processes that they started have exited, except those that stay.
+        staying: the workers that have not been stopped.
     """
 
     workers: Sequence[Worker]
@@ -128,6 +131,7 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         self._reporting: list[asyncio.Task[None]] = []
         self._stopping = False
+        self.staying: list[Worker] = [*self.workers]
         for worker in self.workers:
             worker.child.ended.add_done_callback(lambda _, worker=worker: self._ended(worker))  # type: ignore[misc]
         heartbeats = self.heartbeats
@@ -138,19 +142,29 @@ class WorkerGroup:
         """The workers that have not exited."""
         return [worker for worker in self.workers if worker.child.running]
 
-    async def stop(self, grace: float, number: signal.Signals | None = None, *, only_sessions: bool = False) -> None:
-        """Stop all workers and all processes that they started, and wait for their exit; the TCPStore exits later.
+    async def stop(
+        self,
+        grace: float,
+        number: signal.Signals | None = None,
+        *,
+        only_sessions: bool = False,
+        staying: Collection[int] = (),
+    ) -> None:
+        """Stop the workers and all processes that they started, and wait for their exit; the TCPStore exits later.
 
         Args:
             grace: seconds between the signal and SIGKILL; 0 for SIGKILL at once. A second call may shorten it.
             number: the signal; None for SIGTERM and SIGKILL at once to workers that do not handle SIGTERM.
             only_sessions: whether processes that have started sessions of their own continue.
+            staying: the local ranks of workers that are not stopped if they run. A later call may stop them.
         """
         self._stopping = True
+        self.stopped = False
+        workers = [each for each in self.staying if each.local_rank not in staying or not each.child.running]
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.wait([self._monitor])
-        children = [worker.child for worker in self.running]
+        children = [worker.child for worker in workers if worker.child.running]
         if number is None:
             number = signal.SIGTERM
             children = [child for child in children if handles(child.pid, number)]
@@ -158,18 +172,19 @@ class WorkerGroup:
             for child in children:
                 child.signal(number)
             await asyncio.wait([child.ended for child in children], timeout=grace)
-            for worker in self.running:
-                if worker.child in children:
+            for worker in workers:
+                if worker.child in children and worker.child.running:
                     logger.warning(
                         "rank %d, process %d, is killed: it runs %g s after %s.",
                         *(worker.rank, worker.child.pid, grace, number.name),
                     )
-        children = [worker.child for worker in self.workers]
+        children = [worker.child for worker in workers]
         await self.reaper.kill_trees(children, self.mark, only_sessions=only_sessions)
         await asyncio.gather(*self._reporting, return_exceptions=True)
-        for worker in self.workers:
+        for worker in workers:
             await worker.output.drain(_DRAIN_TIMEOUT)
             worker.output.close()
+        self.staying = [each for each in self.staying if each not in workers]
         if self.tcp_store_process is not None:
             asyncio.get_running_loop().call_later(_STORE_LINGER, self.tcp_store_process.signal, signal.SIGKILL)
         self.stopped = True
@@ -302,7 +317,7 @@ class Workers:
         return server
 
     async def _end_workers(self) -> None:
-        if self._group is not None and not self._group.stopped:
+        if self._group is not None and (self._group.staying or not self._group.stopped):
             await self._group.stop(0)
 
     @property
@@ -328,6 +343,7 @@ class Workers:
         environments: Sequence[Mapping[str, str]],
         report: Callable[[WorkerExit], object],
         listener: socket.socket | None = None,
+        staying: Sequence[Worker] = (),
     ) -> WorkerGroup:
         """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
@@ -338,33 +354,35 @@ class Workers:
             environments: the variables of each worker, by local rank, in addition to this process's own environment.
             report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
             listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.
+            staying: workers of the previous round that continue in this one, with the same local ranks.
 
         Raises:
             StartError: a process cannot be started.
             SettingsError: the workers' output or files cannot be written.
         """
         ranks = [int(environment["RANK"]) for environment in environments]
+        stay = {worker.local_rank: worker for worker in staying}
+        new = [local_rank for local_rank in range(len(ranks)) if local_rank not in stay]
         heartbeats = None
         if (timeout := self._settings.heartbeat_timeout) is not None:
             heartbeats = heartbeat_monitor.HeartbeatMonitor(self._shared / "heartbeats" / str(round), timeout)
         memories: Mapping[int, WorkerMetricMemory] = {}
         if self.metrics is not None:
-            memories = self.metrics.begin(dict(enumerate(ranks)))
+            memories = self.metrics.begin(dict(enumerate(ranks)), staying=stay)
         with contextlib.ExitStack() as stack:
             outputs: list[WorkerOutput] = []
-            variables: list[dict[str, str]] = []
+            variables: dict[int, dict[str, str]] = {}
+            files: dict[int, Path] = {}
             try:
                 own = [{**environment} for environment in environments]
-                for local_rank, output in enumerate(self._logs.open(round, own)):
+                for local_rank, output in zip(new, self._logs.open(round, own, new), strict=True):
                     stack.callback(output.close)
                     outputs.append(output)
-                    variables.append({**self._base, **own[local_rank], ERROR_FILE: str(output.error_file)})
-                    if self._settings.virtual_local_rank:
-                        variables[-1].update(own_device(self._base, local_rank), LOCAL_RANK="0")
-                    if local_rank in memories:
-                        variables[-1][METRICS_FILE] = memories[local_rank].path
                     if heartbeats is not None:
-                        variables[-1][HEARTBEAT_FILE] = str(heartbeats.create_file(local_rank))
+                        files[local_rank] = heartbeats.create_file(local_rank)
+                    variables[local_rank] = self._environment(
+                        local_rank, own[local_rank], output, memories.get(local_rank), files.get(local_rank)
+                    )
                 children = await self._fork(variables, outputs, listener)
             except OSError as error:
                 where = f"{error.filename}: " if error.filename else ""
@@ -374,26 +392,55 @@ class Workers:
                     output.close_descriptors()
             stack.pop_all()
         store = children.pop() if listener is not None else None
-        for local_rank, of_worker in memories.items():
-            children[local_rank].ended.add_done_callback(lambda _, memory=of_worker: memory.set_exited())  # type: ignore[misc]
-        self._watchdog.watch(children)
-        running = [*map(Worker, range(len(ranks)), ranks, children, outputs)]
+        for local_rank, child, output in zip(new, children, outputs, strict=True):
+            if local_rank in memories:
+                memory = memories[local_rank]
+                child.ended.add_done_callback(lambda _, memory=memory: memory.set_exited())  # type: ignore[misc]
+            stay[local_rank] = Worker(local_rank, ranks[local_rank], child, output, files.get(local_rank))
+        running = [dataclasses.replace(stay[local_rank], rank=rank) for local_rank, rank in enumerate(ranks)]
+        for worker in staying:
+            if heartbeats is not None and worker.heartbeat_file is not None:
+                heartbeats.watch_file(worker.local_rank, worker.heartbeat_file)
+        self._watchdog.watch([worker.child for worker in running])
         self._group = WorkerGroup(running, store, report, self._reaper, self._mark, heartbeats)
         return self._group
 
+    def _environment(
+        self,
+        local_rank: int,
+        own: Mapping[str, str],
+        output: WorkerOutput,
+        memory: WorkerMetricMemory | None,
+        heartbeat_file: Path | None,
+    ) -> dict[str, str]:
+        """Return the environment of a new worker; `own` has the variables of its round."""
+        environment = {**self._base, **own, ERROR_FILE: str(output.error_file)}
+        if self._settings.virtual_local_rank:
+            environment.update(own_device(self._base, local_rank), LOCAL_RANK="0")
+        if memory is not None:
+            environment[METRICS_FILE] = memory.path
+        if heartbeat_file is not None:
+            environment[HEARTBEAT_FILE] = str(heartbeat_file)
+        return environment
+
     async def _fork(
-        self, environments: Sequence[dict[str, str]], outputs: Sequence[WorkerOutput], listener: socket.socket | None
+        self,
+        environments: Mapping[int, dict[str, str]],
+        outputs: Sequence[WorkerOutput],
+        listener: socket.socket | None,
     ) -> list[Child]:
-        """Start a process for each environment and output, and one for the TCPStore."""
+        """Start a process for each local rank's environment and output, and one for the TCPStore."""
         processes = await self.fork_server.fork(len(environments) + (listener is not None))
         try:
             if listener is not None:  # the TCPStore begins first, because the workers wait for it
                 _serve_tcp_store(processes[-1], listener)
-            for local_rank, (environment, output) in enumerate(zip(environments, outputs, strict=True)):
+            for process, (local_rank, environment), output in zip(
+                processes, environments.items(), outputs, strict=False
+            ):
                 task, content = self._task_of(environment)
                 if mode := self._settings.numa_binding:
                     content["numa_binding"] = {"mode": mode, "device": local_rank}
-                processes[local_rank].begin(task, content, output.streams)
+                process.begin(task, content, output.streams)
         except OSError:
             for process in processes:
                 process.child.signal(signal.SIGKILL)

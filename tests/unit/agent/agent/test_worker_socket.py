@@ -90,7 +90,7 @@ async def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         ours = {WORKER_SOCKET: agent.path, "TORCHELASTIC_ROUND": str(ROUND), "RANK": "0"}
         for name, value in ours.items():
             monkeypatch.setenv(name, value)
-        agent.begin(RECORD)
+        agent.begin(RECORD, {})
         yield agent
         AGENT_CONNECTION.close()
 
@@ -161,7 +161,7 @@ async def test_a_request_for_notice_can_be_changed_and_withdrawn(agent: Agent, w
     assert "answered_notice" not in agent.node.reported
 
 
-@pytest.mark.parametrize("end", [lambda agent: agent.forget(0), lambda agent: agent.begin(NEXT)])
+@pytest.mark.parametrize("end", [lambda agent: agent.forget(0), lambda agent: agent.begin(NEXT, {})])
 async def test_an_exited_worker_needs_no_notice(agent: Agent, worker: Notices, end: Callable[[Agent], None]) -> None:
     await ask_for_notice(worker, agent)
     agent.leave("a leaves")
@@ -188,7 +188,7 @@ async def test_the_round_check_returns_the_agents_answer(agent: Agent) -> None:
     agent.node.current = False
     assert not await asyncio.to_thread(torchelastic.is_round_current)
     agent.node.asked.clear()
-    agent.begin(NEXT)
+    agent.begin(NEXT, {})
     assert not await asyncio.to_thread(torchelastic.is_round_current)
     assert agent.node.asked == []
 
@@ -329,7 +329,7 @@ async def test_impossible_times_are_ignored(agent: Agent) -> None:
     assert now - 0.001 <= stepped <= time.time() + 0.001
     assert now - 0.001 <= kept <= time.time() + 0.001
     assert (await send(agent, first_step_at=now + 2e6, last_checkpoint_at=now))[-1] == (stepped, kept)
-    agent.begin(NEXT)
+    agent.begin(NEXT, {})
     AGENT_CONNECTION.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import os
 import socket
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    import datetime as dt
     from collections.abc import Callable, Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 _CREATED: Final = "torchelastic/process groups"
 """The key of a round's TCPStore that counts the ranks that have created their groups."""
 
+_ARRIVED: Final = "torchelastic/arrived"
+_ALL_ARRIVED: Final = "torchelastic/all arrived"
+"""The keys that count the ranks that have arrived, and that the last one sets."""
+
 _POLL_INTERVAL: Final = 0.001
+_WAIT: Final = dt.timedelta(seconds=0.1)
 
 
 class InterruptibleProcessGroup:
@@ -64,6 +69,15 @@ class InterruptibleProcessGroup:
         self._before = frozenset(inode for inode, _ in _connections())
         if is_lost():  # before interrupt() could have an effect
             raise RuntimeError("a rank was lost before the process group was created")
+        # Gloo would wait for a rank that never arrives until the time-out, and interrupt() could not end that.
+        if store.add(_ARRIVED, 1) == world_size:
+            store.set(_ALL_ARRIVED, "")
+        while True:
+            with contextlib.suppress(dist.DistStoreError):  # not all have arrived
+                store.wait([_ALL_ARRIVED], _WAIT)
+                break
+            if is_lost():
+                raise RuntimeError("a rank was lost before all ranks had arrived")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
         store.add(_CREATED, 1)

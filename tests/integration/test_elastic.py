@@ -1,0 +1,227 @@
+"""Programs with ``@torchelastic.elastic``: processes that continue when the world changes, and exact results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.agents import AgentProcess, WithoutSettings
+from tests.support.workers import poll_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = '''
+"""Trains for 60 steps; after 30 steps, the ranks wait together until the file "half" exists."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchelastic
+
+folder, fault = sys.argv[1:3]
+torch.set_num_threads(1)
+features = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
+dataset = TensorDataset(features, features.sum(dim=1, keepdim=True))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+if "RANK" not in os.environ or os.environ["RANK"] == "0":  # the other ranks take the parameters of rank 0
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.5, 0.5)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+sampler = torchelastic.ElasticSampler(dataset, batch_size=7)
+state = torchelastic.TorchState(
+    model=model,
+    optimizer=optimizer,
+    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10),
+    data=DataLoader(dataset, batch_sampler=sampler),
+    seen=0,
+    checkpointer=torchelastic.Checkpointer(f"{folder}/checkpoints", every=10) if "checkpoints" in fault else None,
+)
+waiting = torchelastic.TorchState()
+
+
+def once(name):
+    try:
+        return open(f"{folder}/{name}", "x").close() is None
+    except FileExistsError:
+        return False
+
+
+@torchelastic.elastic
+def train(state):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.write(1, f"world of {size}, rank {rank}, commits {state.commits}, pid {os.getpid()}\\n".encode())
+    parallel = DistributedDataParallel(state.model)
+    while state.commits < 60:
+        for inputs, targets in state.data:
+            half = torch.zeros(1)
+            while state.commits == 30 and not half.item():
+                half[0] = os.path.exists(f"{folder}/half")
+                dist.all_reduce(half, op=dist.ReduceOp.MIN)
+                waiting.commit()  # changes of the world take effect here
+                time.sleep(0.005)
+            if fault == "wrong" and state.commits == 5:
+                torch.zeros(2) + torch.zeros(3)
+            dies = state.commits == 17 and rank == size - 1
+            if dies and "before" in fault and once("killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            losses = (parallel(inputs) - targets).square()
+            state.optimizer.zero_grad()
+            sampler.mean(losses).backward()
+            if dies and "after" in fault and once("killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.optimizer.step()
+            state.scheduler.step()
+            state.seen += 7
+            state.commit()
+            if state.commits == 60:
+                break
+
+
+train(state)
+parameters = [number for each in model.parameters() for number in each.flatten().tolist()]
+os.write(1, f"end {json.dumps([state.commits, state.seen, sampler.epoch, sampler.position, *parameters])}\\n".encode())
+'''
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (path := tmp_path / "program.py").write_text(PROGRAM)
+    return path
+
+
+async def result_of(process: AgentProcess) -> list[float]:
+    """Return what the first process of a program has printed at its end."""
+    assert await process.code() == 0, process.output
+    found = [json.loads(line.partition("end ")[2]) for line in process.lines if "end [" in line]
+    assert found, process.output
+    for each in found:
+        assert each == pytest.approx(found[0], rel=1e-4, abs=1e-6), "the ranks have different parameters"
+    return list(found[0])
+
+
+@pytest.fixture
+async def undisturbed(tmp_path: Path, program: Path) -> list[float]:
+    """The result of the program without a launcher, in one process."""
+    (folder := tmp_path / "undisturbed").mkdir()
+    (folder / "half").touch()
+
+    class Alone(AgentProcess):
+        program = ()
+
+    async with Alone(program, folder, "none") as process:
+        return await result_of(process)
+
+
+async def test_the_processes_that_are_left_continue_at_the_same_step_with_the_same_result(
+    etcd: EtcdServer, program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    run = ("--nnodes=1:3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=0,lease=1", program, tmp_path, "none")
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start() -> AgentProcess:
+            return await stack.enter_async_context(AgentProcess(*arguments))
+
+        async def pids(agent: AgentProcess, size: int, since: int = 0) -> set[str]:
+            """Wait until both workers of an agent are in a world of this size after 30 steps; return their ids."""
+            found: set[str] = set()
+            while len(found) < 2:
+                match = await agent.wait_for_line(rf"world of {size}, rank \d, commits 30, pid (\d+)", since=since)
+                since = agent.lines.index(match.string, since) + 1
+                found.add(match[1])
+            return found
+
+        first = await start()
+        await first.wait_for_line(r"commits 0")
+        second = await start()
+        before, others = await pids(first, 4), await pids(second, 4)
+        mark, here = len(second.lines), len(first.lines)
+        os.kill(int(min(others)), signal.SIGKILL)
+        assert await pids(first, 4, here) == before
+        assert max(others) in await pids(second, 4, mark)
+        here = len(first.lines)
+        third = await start()
+        await pids(third, 6)
+        assert await pids(first, 6, here) == before
+        here = len(first.lines)
+        third.kill()
+        assert await pids(first, 4, here) == before
+        here = len(first.lines)
+        second.kill(signal.SIGTERM)
+        assert await pids(first, 2, here) == before
+        (tmp_path / "half").touch()
+        assert await result_of(first) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fault", "again"),
+    [
+        ("torchelastic", "killed before the reduction", 17),
+        ("torchelastic", "killed after the reduction", 18),
+        ("torchelastic", "killed before the reduction, with checkpoints", 17),
+        ("torchrun", "killed before the reduction, with checkpoints", 10),
+    ],
+)
+async def test_a_worker_that_is_killed_costs_at_most_the_step_under_way(
+    launcher: str, fault: str, again: int, program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    (tmp_path / "half").touch()
+    arguments = ("--standalone", "--nproc-per-node=4", "--max-restarts=3", program, tmp_path, fault)
+    process = (
+        AgentProcess(*arguments)
+        if launcher == "torchelastic"
+        else WithoutSettings(
+            "torch.distributed.run",
+            *("--monitor-interval=0.1", *arguments),
+            within=("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),  # else, a restart finds keys of its predecessors
+        )
+    )
+    async with process:
+        assert await result_of(process) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+    # Under torchrun, all ranks start again from the last checkpoint.
+    assert sum(f"commits {again}," in line for line in process.lines) == 4, process.output
+    pids = [line.rpartition(" ")[2] for line in process.lines if "commits" in line]
+    assert len({*pids}) == (5 if launcher == "torchelastic" else 8), process.output
+
+
+async def test_an_error_of_the_program_is_raised_at_once(program: Path, tmp_path: Path) -> None:
+    async with AgentProcess(
+        "--standalone", "--max-restarts=0", "--nproc-per-node=2", program, tmp_path, "wrong"
+    ) as agent:
+        assert await agent.code() == 1
+    assert "RuntimeError: The size of tensor a (2) must match the size of tensor b (3)" in agent.output
+
+
+async def test_a_program_continues_from_its_checkpoint_in_a_world_of_another_size(
+    program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    flags = ("--standalone", program, tmp_path, "checkpoints")
+    async with AgentProcess("--nproc-per-node=2", *flags) as agent:
+        await poll_until(lambda: any((tmp_path / "checkpoints").glob("checkpoint-*.json")))
+        agent.kill()
+    (tmp_path / "half").touch()
+    async with AgentProcess("--nproc-per-node=3", *flags) as agent:
+        assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+    [*began] = {line.partition("commits ")[2].partition(",")[0] for line in agent.lines if "commits" in line}
+    assert len(began) == 1
+    assert began != ["0"]
