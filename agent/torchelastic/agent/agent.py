@@ -288,7 +288,6 @@ class Agent:
         else:
             await self._stop_workers(self._settings.stop_timeout, stays=takes_part)
         staying = [] if self._staying is None else self._staying.staying
-        self._staying = None
         self._socket.begin(round, {worker.rank: environments[worker.local_rank] for worker in staying})
         self._round = round
         self.failures = []
@@ -311,6 +310,7 @@ class Agent:
         try:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
                 self._group = await self._start(began, workers, environments, staying)
+                self._staying = None
         except StartError as error:
             self._metrics.workers_started(self._broken_at, round.reason, succeeded=False)
             await self._round_failed(f"{error}", FailureKind.PROGRAM)

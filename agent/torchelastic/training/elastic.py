@@ -60,8 +60,11 @@ def elastic(
                     state.restore()
                     result = train(state, *args, **kwargs)
                     state.save()
-                    if dist.get_world_size() > 1:
+                    try:
                         dist.barrier()  # a rank that ends must not look lost to those that still train
+                    except RuntimeError:
+                        if WORLDS.changed:  # a rank was lost, whose successor needs this one
+                            raise
                     WORLDS.leave()
                     return result
             except WorldChanged:

@@ -49,6 +49,7 @@ class Worlds:
         self._condition = threading.Condition()
         self._next: dict[str, str] = {}
         self._lost_agent = False
+        self._stays = False
         self._formed = 0
 
     @contextlib.contextmanager
@@ -70,6 +71,7 @@ class Worlds:
             return
         try:
             if _can_stay():
+                self._stays = True
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
                 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -90,7 +92,7 @@ class Worlds:
     def next(self) -> bool:
         """Wait for the next world after a failure or a change; return whether there is one."""
         with self._condition:
-            if not _can_stay():
+            if not self._stays:
                 return False
             self._condition.wait_for(lambda: self.changed or self._lost_agent, _AGENT_TIMEOUT)
             if not self.changed:
@@ -104,7 +106,8 @@ class Worlds:
 
     def leave(self) -> None:
         """Tell the agent that this process does not stay any longer when the round changes."""
-        if _can_stay():
+        if self._stays:
+            self._stays = False
             AGENT_CONNECTION.send(WorkerMessage(stays=False))
 
     def _take(self, message: WorldMessage) -> None:
