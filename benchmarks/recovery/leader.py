@@ -23,8 +23,8 @@ async def main(endpoint: str, run_id: str) -> None:
     key = RunKeys(run_id).leader
     settings = StoreSettings((endpoint,))
     if folder := os.environ.get(Env.ETCD_TLS):
-        authority, certificate, key = (f"{folder}/{name}" for name in (AUTHORITY, CERTIFICATE, KEY))
-        settings = StoreSettings((endpoint,), "https", authority, certificate, key)
+        authority, certificate, private = (f"{folder}/{name}" for name in (AUTHORITY, CERTIFICATE, KEY))
+        settings = StoreSettings((endpoint,), "https", authority, certificate, private)
     store = await connect(settings)
     try:
         for entry in (await store.list(key)).entries:
