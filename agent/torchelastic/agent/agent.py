@@ -288,7 +288,12 @@ class Agent:
         else:
             await self._stop_workers(self._settings.stop_timeout, stays=takes_part)
         staying = [] if self._staying is None else self._staying.staying
-        self._socket.begin(round, {worker.rank: environments[worker.local_rank] for worker in staying})
+        of_staying = {worker.rank: environments[worker.local_rank] for worker in staying}
+        if self._settings.virtual_local_rank:
+            of_staying = {rank: {**environment, "LOCAL_RANK": "0"} for rank, environment in of_staying.items()}
+        self._socket.begin(round, of_staying)
+        for worker in staying:
+            worker.rank = int(environments[worker.local_rank]["RANK"])
         self._round = round
         self.failures = []
         self._began_at = time.monotonic()
@@ -349,9 +354,8 @@ class Agent:
 
     async def _kill_absent(self, staying: Sequence[Worker]) -> None:
         """Kill the workers that have not left the world of the previous round."""
-        here = self._socket.in_round
         for worker in self._group.running if self._group is not None else ():
-            if worker.rank not in here and any(worker.child is each.child for each in staying):
+            if worker.rank in self._socket.expected and any(worker.child is each.child for each in staying):
                 logger.warning(
                     "rank %d, process %d, is killed: it did not leave its world within %g s.",
                     *(worker.rank, worker.child.pid, REJOIN_TIMEOUT),
@@ -371,7 +375,11 @@ class Agent:
         delay = asyncio.get_running_loop().time() - ended.exit.ended
         self._metrics.took("LocalElasticAgent._monitor_workers", delay, succeeded=True)
         if ended.exit.exit_code == 0:
-            self._worker_succeeded(ended)
+            if ended.exit.rank in self._socket.expected:
+                message = f"rank {ended.exit.rank} ended its training while the round changed"
+                await self._round_failed(message, FailureKind.COMMUNICATION)
+            else:
+                self._worker_succeeded(ended)
             return
         failure = failure_of_worker(ended.exit, ended.round.number, self._node_id, self._settings)
         logger.warning("%s", describe_in_log(failure))

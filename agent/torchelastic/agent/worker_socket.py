@@ -50,7 +50,6 @@ class _Process:
         seconds: the seconds of notice that it asks for.
         answered: the last notice that it answered.
         stays: whether it continues in the next round.
-        left_for: the round for which it has left its last world; 0 if it was started for its round.
     """
 
     rank: int
@@ -58,7 +57,6 @@ class _Process:
     seconds: float = 0.0
     answered: int = 0
     stays: bool = False
-    left_for: int = 0
 
     def send(self, message: NoticeMessage | RoundAnswer | WorldMessage) -> None:
         if not self.writer.is_closing():
@@ -84,6 +82,7 @@ class WorkerSocket:
 
     Attributes:
         path: the path of the socket.
+        expected: the ranks in this round of the workers that stay, and have not left their last world.
     """
 
     folder: Path
@@ -101,6 +100,7 @@ class WorkerSocket:
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
         self._has_stepped = False
         self._processes: set[_Process] = set()
+        self.expected: set[int] = set()
         self._notice: NoticeMessage | None = None
         self._until = 0.0  # of the notice, on the clock of the event loop
         self._count = 0
@@ -134,11 +134,6 @@ class WorkerSocket:
         """The ranks of the workers that continue in the next round."""
         return {process.rank for process in self._processes if process.stays}
 
-    @property
-    def in_round(self) -> set[int]:
-        """The ranks of the workers that stayed and have left their last world for the current round."""
-        return {process.rank for process in self._processes if process.left_for == self._round}
-
     def break_world(self) -> None:
         """Tell the workers that stay that a worker of their world is lost."""
         for process in self._processes:
@@ -159,6 +154,7 @@ class WorkerSocket:
         self._leaders_notice = 0
         self._notice = None
         planned = round.reason in _PLANNED
+        self.expected = {int(environment["RANK"]) for environment in environments.values()}
         for process in [*self._processes]:
             if process.stays and process.rank in environments:
                 environment = environments[process.rank]
@@ -281,7 +277,8 @@ class WorkerSocket:
             self.changed()
         if message.stays is not None:
             process.stays = message.stays
-        process.left_for = max(process.left_for, message.left_for)
+        if message.left_for == self._round:
+            self.expected.discard(process.rank)
         if message.imported:
             self.imported(message.imported, message.changed)
         if message.first_step_at >= self._began:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
 from torchelastic.training.state import TorchState
 from torchelastic.training.world import WORLDS, WorldChanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_LOSS_TIMEOUT: Final = 2.0
+"""Seconds to learn at the end of the training that a rank was lost; else, the other ranks have just ended."""
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -63,10 +66,10 @@ def elastic(
                     try:
                         dist.barrier()  # a rank that ends must not look lost to those that still train
                     except RuntimeError:
-                        if WORLDS.changed:  # a rank was lost, whose successor needs this one
+                        if WORLDS.wait_for_change(_LOSS_TIMEOUT):  # a rank was lost, whose successor needs this one
                             raise
-                    WORLDS.leave()
-                    return result
+                    if WORLDS.leave():
+                        return result
             except WorldChanged:
                 pass
             except RuntimeError as error:

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AGENT_TIMEOUT: Final = 10.0
-"""Seconds for the agent to say that the world is broken or changes, after a collective has failed."""
+_AGENT_TIMEOUT: Final = 60.0
+"""Seconds for the agent to say that the world is broken or changes, after a collective has failed.
+
+If the lost rank is on another node, the agent knows it only from the next round.
+"""
 
 _TIMEOUT: Final = dt.timedelta(hours=1)
 """The time-out of collectives: the agent ends a collective whose ranks are lost, and finds ranks that hang."""
@@ -99,24 +102,35 @@ class Worlds:
                 return False
             # If the next round has no place for this process, the agent ends it.
             self._condition.wait_for(lambda: self._next or self._lost_agent)
+            if not self._next:
+                return False
             os.environ.update(self._next)
             self._next, self.changed, self._formed = {}, False, 0
         REPORTER.begin_round()
         return AGENT_CONNECTION.send(WorkerMessage(left_for=int(os.environ["TORCHELASTIC_ROUND"])))
 
-    def leave(self) -> None:
-        """Tell the agent that this process does not stay any longer when the round changes."""
-        if self._stays:
-            self._stays = False
+    def wait_for_change(self, seconds: float) -> bool:
+        """Wait until the agent says that the world is broken or changes; return whether it has."""
+        with self._condition:
+            return self._stays and self._condition.wait_for(lambda: self.changed, seconds)
+
+    def leave(self) -> bool:
+        """Tell the agent that this process does not stay any longer; return whether the world has not changed."""
+        with self._condition:
+            if self._stays and self.changed:
+                return False
+            stays, self._stays = self._stays, False
+        if stays:
             AGENT_CONNECTION.send(WorkerMessage(stays=False))
+        return True
 
     def _take(self, message: WorldMessage) -> None:
         with self._condition:
             self.changed = True
             self._next = message.environment
+            if not message.planned:
+                self._group.interrupt()  # before the next world is formed
             self._condition.notify_all()
-        if not message.planned:
-            self._group.interrupt()
 
     def _agent_lost(self) -> None:
         with self._condition:

@@ -74,9 +74,12 @@ class HeartbeatMonitor:
         return path
 
     def watch_file(self, local_rank: int, path: Path) -> None:
-        """Watch the heartbeat file of a worker; its timeout begins now. Raise OSError if that is not possible."""
+        """Watch the heartbeat file of a worker, which the program may have removed; its timeout begins now."""
         self._files[local_rank] = path
-        self._changed[local_rank] = path.stat().st_mtime_ns, asyncio.get_running_loop().time()
+        modified = 0
+        with contextlib.suppress(OSError):
+            modified = path.stat().st_mtime_ns
+        self._changed[local_rank] = modified, asyncio.get_running_loop().time()
 
     async def wait_for_hang(self, running: Callable[[], Collection[int]]) -> list[int]:
         """Wait until a worker hangs; return the local ranks of the workers without a heartbeat, longest time first.
