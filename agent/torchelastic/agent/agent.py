@@ -345,17 +345,17 @@ class Agent:
             staying,
         )
         if staying:
-            absent = RoundCallback(round, partial(self._kill_absent, staying))
+            absent = RoundCallback(round, self._kill_absent)
             asyncio.get_running_loop().call_later(REJOIN_TIMEOUT, self._events.put_nowait, absent)
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
 
-    async def _kill_absent(self, staying: Sequence[Worker]) -> None:
+    async def _kill_absent(self) -> None:
         """Kill the workers that have not left the world of the previous round."""
         for worker in self._group.running if self._group is not None else ():
-            if worker.rank in self._socket.expected and any(worker.child is each.child for each in staying):
+            if worker.rank in self._socket.expected:
                 logger.warning(
                     "rank %d, process %d, is killed: it did not leave its world within %g s.",
                     *(worker.rank, worker.child.pid, REJOIN_TIMEOUT),
