@@ -231,9 +231,11 @@ class Agent:
                     self._socket.take_notice(notice)
                 case RequestsChanged():
                     self._socket.report()
+                    self._report_staying()
                 case Partitioned():
                     self._metrics.rendezvous_began()
                     await self._stop_workers(0.0)
+                    self._report_staying()
                 case OutcomeRecord() as outcome:
                     # As under torchrun, only a clean end spares processes in sessions of their own.
                     clean = outcome.state is OutcomeState.SUCCEEDED
@@ -286,8 +288,8 @@ class Agent:
         if round.members and not takes_part:
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
-            await self._stop_workers(self._settings.stop_timeout, stays=takes_part)
-        staying = [] if self._staying is None else self._staying.staying
+            await self._stop_workers(self._settings.stop_timeout, stays=True)
+        staying = self._staying.staying if self._staying is not None and takes_part else []
         of_staying = {worker.rank: environments[worker.local_rank] for worker in staying}
         if self._settings.virtual_local_rank:
             of_staying = {rank: {**environment, "LOCAL_RANK": "0"} for rank, environment in of_staying.items()}
@@ -306,6 +308,7 @@ class Agent:
                 self._history.enter(RunState.WAITING)
             self._metrics.workers_changed("stopped")
             self._broken_at = self._recovery = None
+            self._report_staying()
             return
         self._environments = environments
         self._ranks_without_step = {int(env["RANK"]) for env in environments}
@@ -320,6 +323,7 @@ class Agent:
             self._metrics.workers_started(self._broken_at, round.reason, succeeded=False)
             await self._round_failed(f"{error}", FailureKind.PROGRAM)
             return
+        self._report_staying()
         self._history.workers_started()
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.workers_started(self._broken_at, round.reason)
@@ -381,6 +385,7 @@ class Agent:
             else:
                 self._worker_succeeded(ended)
             return
+        self._socket.forget(ended.exit.rank)
         failure = failure_of_worker(ended.exit, ended.round.number, self._node_id, self._settings)
         logger.warning("%s", describe_in_log(failure))
         self._metrics.workers_changed("unhealthy")
@@ -401,10 +406,19 @@ class Agent:
             await self._report_failure(root_cause(enumerate(self.failures)))
 
     async def _report_failure(self, failure: FailureRecord) -> None:
-        self._node.report(failure.round, failure=failure)
+        self._node.report(failure.round, failure=failure, staying=self._staying_local_ranks())
         self._metrics.rendezvous_began()
         self._socket.break_world()
         await self._stop_workers(self._settings.stop_timeout, stays=True)
+
+    def _staying_local_ranks(self) -> tuple[int, ...]:
+        group, ranks = self._group or self._staying, self._socket.staying
+        return () if group is None else tuple(each.local_rank for each in group.running if each.rank in ranks)
+
+    def _report_staying(self) -> None:
+        """Tell the leader which workers continue in the next round."""
+        if self._round is not None:
+            self._node.report(self._round.number, staying=self._staying_local_ranks())
 
     def _is_past(self, round: RoundRecord) -> bool:
         """Return whether the workers of a round were stopped; a later round may have the same number."""

@@ -141,7 +141,9 @@ class WorkerSocket:
                 process.send(WorldMessage())
 
     def begin(self, round: RoundRecord, environments: Mapping[int, dict[str, str]]) -> None:
-        """Start a round: disconnect the workers of the previous round.
+        """Start a round: disconnect the workers of the previous round, except those that stay.
+
+        In a round without members, all that stay wait.
 
         Args:
             round: the round.
@@ -160,6 +162,8 @@ class WorkerSocket:
                 environment = environments[process.rank]
                 process.rank = int(environment["RANK"])
                 process.send(WorldMessage(environment=environment, planned=planned))
+            elif process.stays and not round.members:
+                process.send(WorldMessage(planned=planned))
             else:
                 process.writer.close()
                 self._processes.discard(process)
@@ -275,8 +279,9 @@ class WorkerSocket:
             process.answered = message.answered_notice
         if message.requested_notice is not None or message.answered_notice is not None:
             self.changed()
-        if message.stays is not None:
+        if message.stays is not None and message.stays is not process.stays:
             process.stays = message.stays
+            self.changed()
         if message.left_for == self._round:
             self.expected.discard(process.rank)
         if message.imported:

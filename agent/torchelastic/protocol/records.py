@@ -179,6 +179,8 @@ class RoundRecord(VersionedRecord, frozen=True):
         failure: the last worker failure that was charged, if any; its message may be shortened.
         time_breakdown: the time breakdown up to this round, for the next leader if the store loses its own copy.
         roles: the role of each member's workers; empty if all workers have the same role.
+        staying: the number of workers that continue from the round before.
+        starting: the ranks of the other workers; empty if none stays.
     """
 
     number: Number
@@ -195,6 +197,8 @@ class RoundRecord(VersionedRecord, frozen=True):
     failure: FailureRecord | None = None
     time_breakdown: TimeBreakdown | None = None
     roles: tuple[_Name, ...] = ()
+    staying: Count = 0
+    starting: tuple[Count, ...] = ()
 
     def __post_init__(self) -> None:
         if self.roles and len(self.roles) != len(self.members):
@@ -369,6 +373,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         has_stepped: whether the program has completed a step in ``round``. Reported by rank 0.
         last_checkpoint_at: when the write of the last checkpoint in ``round`` began; 0 if unknown. Reported by rank 0.
         starting: whether the node cannot start workers yet; it is not in a round before it can.
+        staying: the local ranks of the workers in ``round`` that continue in the next round.
     """
 
     name: _Name
@@ -394,6 +399,7 @@ class NodeRecord(VersionedRecord, frozen=True):
     has_stepped: bool = False
     last_checkpoint_at: Time = 0.0
     starting: bool = False
+    staying: tuple[Count, ...] = ()
 
 
 class PastRound(_Record, frozen=True):

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
 from torchelastic.protocol.records import Number, Seconds, Time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WORKER_SOCKET: Final = "TORCHELASTIC_WORKER_SOCKET"
 """The environment variable with the path of the agent's socket, which only the agent's user can open."""
@@ -27,6 +30,13 @@ METRICS_FILE: Final = "TORCHELASTIC_METRICS_FILE"
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """The environment variable with the path of the file to which the worker writes its uncaught exception."""
+
+STARTING_RANKS: Final = "TORCHELASTIC_STARTING_RANKS"
+"""The environment variable with the ranks of the round whose workers start, such as ``3,8-15``. The other workers train
+without them until they are ready. Without the variable, all start, or none does, or they are too many to name."""
+
+RANK_IN_ROUND: Final = "TORCHELASTIC_RANK_IN_ROUND"
+"""The environment variable with the worker's rank in the round, while its world lacks the ranks that start."""
 
 MEMORY: Final = "memory"
 """The name of a link to a folder in memory, if there is one, in the folder of the agent's socket."""
@@ -48,6 +58,28 @@ def is_worker() -> bool:
         # While a spawned process imports the program's main module, its parent is not set yet.
         or getattr(processes.current_process(), "_inheriting", False)
     )
+
+
+_RANKS_LIMIT: Final = 1024
+"""Maximum length of the value of :data:`STARTING_RANKS`, so that the environment fits into a line."""
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks as text such as ``3,8-15``; empty if the text is too long."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    text = ",".join("-".join(map(str, run)) for run in runs)
+    return text if len(text) <= _RANKS_LIMIT else ""
+
+
+def parse_ranks(text: str) -> set[int]:
+    """Return the ranks in a text of :func:`format_ranks`."""
+    runs = [[int(number) for number in run.split("-")] for run in text.split(",") if run]
+    return {rank for run in runs for rank in range(run[0], run[-1] + 1)}
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):

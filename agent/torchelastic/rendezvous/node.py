@@ -31,6 +31,7 @@ from torchelastic.protocol.records import (
     StateRecord,
     bracketed,
 )
+from torchelastic.protocol.worker import STARTING_RANKS, format_ranks
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
@@ -113,6 +114,8 @@ def worker_environments(
         # The TCPStore of the round runs in its own process, so that it outlives each worker.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    if round.starting:
+        shared[STARTING_RANKS] = format_ranks(round.starting)
     return [
         shared | {"LOCAL_RANK": str(local), "RANK": str(first + local), "ROLE_RANK": str(first_of_role + local)}
         for local in range(workers)
@@ -410,6 +413,7 @@ class RendezvousNode:
             first_step_at=0.0,
             has_stepped=False,
             last_checkpoint_at=0.0,
+            staying=(),
         )
         self._notice = None
 

@@ -17,6 +17,7 @@ import msgspec
 
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
+    RANK_IN_ROUND,
     WORKER_SOCKET,
     Hello,
     NoticeMessage,
@@ -126,7 +127,7 @@ def blocked_signals() -> Iterator[None]:
 
 def hello(check_timeout: float | None = None) -> Hello:
     """Return the first message of this process to its agent."""
-    values = [os.environ.get(name, "") for name in ("TORCHELASTIC_ROUND", "RANK")]
+    values = os.environ.get("TORCHELASTIC_ROUND", ""), os.environ.get(RANK_IN_ROUND) or os.environ.get("RANK", "")
     number, rank = (int(text) if text.isdecimal() else 0 for text in values)
     return Hello(round=number, rank=rank, check_timeout=check_timeout)
 

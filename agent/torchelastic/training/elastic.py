@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from torchelastic.training.state import TorchState
 from torchelastic.training.world import WORLDS, WorldChanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_LOSS_TIMEOUT: Final = 2.0
-"""Seconds to learn at the end of the training that a rank was lost; else, the other ranks have just ended."""
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -55,31 +52,20 @@ def elastic(
     def train_in_worlds(state: _State, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if not isinstance(state, TorchState):
             raise TypeError(f"{train.__qualname__}() must get a TorchState first, not a {type(state).__name__}.")
-        import torch.distributed as dist
-
         while True:
             try:
                 with WORLDS.world():
                     state.restore()
                     result = train(state, *args, **kwargs)
                     state.save()
-                    try:
-                        dist.barrier()  # a rank that ends must not look lost to those that still train
-                    except RuntimeError:
-                        if WORLDS.wait_for_change(_LOSS_TIMEOUT):  # a rank was lost, whose successor needs this one
-                            raise
-                    if WORLDS.leave():
-                        return result
+                    WORLDS.end()
+                    return result
             except WorldChanged:
-                pass
-            except RuntimeError as error:
-                if not (WORLDS.changed or _is_communication_error(error)):
-                    raise
                 if not WORLDS.next():
+                    raise RuntimeError("The agent has not announced the next world.") from None
+            except RuntimeError as error:
+                if not (WORLDS.changed or _is_communication_error(error)) or not WORLDS.next():
                     raise
-                continue
-            if not WORLDS.next():
-                raise RuntimeError("The agent has not announced the next world.")
 
     return train_in_worlds
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
 _CREATED: Final = "torchelastic/process groups"
 """The key of a round's TCPStore that counts the ranks that have created their groups."""
@@ -26,6 +26,31 @@ _ALL_ARRIVED: Final = "torchelastic/all arrived"
 
 _POLL_INTERVAL: Final = 0.001
 _WAIT: Final = dt.timedelta(seconds=0.1)
+
+
+_CONNECT_ATTEMPT: Final = dt.timedelta(seconds=1)
+_OPERATION_TIMEOUT: Final = dt.timedelta(minutes=5)  # torch's default
+_CONNECT_ATTEMPTS: Final = 300
+
+
+def connect_to_store(host: str, port: int, is_lost: Callable[[], bool]) -> TCPStore:
+    """Return a connection to a TCPStore.
+
+    Raises:
+        RuntimeError: the TCPStore cannot be reached for five minutes, or `is_lost` says that it is lost.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
+
+    for attempt in range(_CONNECT_ATTEMPTS):
+        try:
+            store = TCPStore(host, port, timeout=_CONNECT_ATTEMPT)
+        except RuntimeError:
+            if is_lost() or attempt == _CONNECT_ATTEMPTS - 1:
+                raise
+        else:
+            store.set_timeout(_OPERATION_TIMEOUT)
+            return store
+    raise AssertionError
 
 
 class InterruptibleProcessGroup:

@@ -1,6 +1,7 @@
 """The worlds of a worker that stays when the round changes: its agent tells it that a world is broken, or of the next.
 
-A *world* is the process group of the workers of one round.
+A *world* is the process group of the workers of one round. If some workers stay and others start, those that stay train
+in a smaller world until the others are ready.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from torchelastic.protocol.worker import WorkerMessage, WorldMessage, is_worker
-from torchelastic.training.connection import AGENT_CONNECTION
-from torchelastic.training.process_group import InterruptibleProcessGroup
-from torchelastic.training.progress import REPORTER
+from torchelastic.protocol.worker import (
+    RANK_IN_ROUND,
+    STARTING_RANKS,
+    WorkerMessage,
+    WorldMessage,
+    is_worker,
+    parse_ranks,
+)
+from torchelastic.training.connection import AGENT_CONNECTION, run_in_thread
+from torchelastic.training.process_group import InterruptibleProcessGroup, connect_to_store
+from torchelastic.training.progress import REPORTER, heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +40,16 @@ _TIMEOUT: Final = dt.timedelta(hours=1)
 """The time-out of collectives: the agent ends a collective whose ranks are lost, and finds ranks that hang."""
 
 
+_READY: Final = "torchelastic/ready"
+_ALL_READY: Final = "torchelastic/all ready"
+"""The keys in the TCPStore that count the starting ranks that are ready to train, and that the last of them sets."""
+
+_LOSS_TIMEOUT: Final = 2.0
+"""Seconds to learn at the end of the training that a rank was lost; else, the other ranks have just ended."""
+
+_UNLIMITED: Final = dt.timedelta(days=1000)
+
+
 class WorldChanged(BaseException):
     """The world has changed; :func:`torchelastic.elastic` calls the program's function again.
 
@@ -44,30 +62,37 @@ class Worlds:
 
     Attributes:
         changed: whether the world is broken, or has a successor.
+        is_whole: whether the world has all ranks of the round.
     """
 
     def __init__(self) -> None:
-        self.changed = False
         self._group = InterruptibleProcessGroup()
         self._condition = threading.Condition()
-        self._next: dict[str, str] = {}
         self._lost_agent = False
         self._stays = False
-        self._formed = 0
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self.changed = False
+        self.is_whole = True
+        self._place: tuple[int, int] | None = None  # the rank and the world size in the round
+        self._formed = 0  # number of worlds with these ranks
+        self._announced = False  # whether this rank was counted as ready
+        self._all_ready = False  # whether the ranks that the world lacks are ready
+        self._broken = False
+        self._next: dict[str, str] = {}
 
     @contextlib.contextmanager
     def world(self) -> Iterator[None]:
         """Return a context manager for a block with the process group of the current world.
 
+        In the block, RANK and WORLD_SIZE in the environment are those of the world.
+
         Raises:
             RuntimeError: the group cannot be created, for example because a rank was lost meanwhile.
         """
         import torch.distributed as dist
-        from torch.distributed import (  # type: ignore[attr-defined] # not listed in its __all__
-            HashStore,
-            PrefixStore,
-            TCPStore,
-        )
+        from torch.distributed import HashStore  # type: ignore[attr-defined] # not listed in its __all__
 
         if dist.is_initialized():  # by the program
             yield
@@ -77,11 +102,7 @@ class Worlds:
                 self._stays = True
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
-                rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-                store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-                self._formed += 1
-                own = PrefixStore(f"torchelastic/{self._formed}", store)
-                self._group.create("gloo", own, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
+                self._form()
             elif "RANK" in os.environ:
                 dist.init_process_group()
             else:
@@ -92,8 +113,43 @@ class Worlds:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
+    def _form(self) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not listed in its __all__
+
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = connect_to_store(*address, lambda: self.changed)
+        if self._place is None:
+            self._place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, size = self._place
+        starting = parse_ranks(os.environ.get(STARTING_RANKS, ""))
+        if rank in starting:
+            if not self._announced:
+                self._announced = True
+                if store.add(_READY, 1) == len(starting):
+                    store.set(_ALL_READY, "")
+        elif starting and not self._all_ready:
+            if self.is_whole:
+                self.is_whole = False
+                run_in_thread(self._wait_for_starting, *address, self._place)
+                os.environ[RANK_IN_ROUND] = f"{rank}"
+            rank -= sum(each < rank for each in starting)
+            size -= len(starting)
+            os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
+        self._formed += 1
+        own = PrefixStore(f"torchelastic/{'all' if self.is_whole else 'staying'}/{self._formed}", store)
+        self._group.create("gloo", own, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
+
+    def _wait_for_starting(self, host: str, port: int, place: tuple[int, int]) -> None:
+        with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
+            connect_to_store(host, port, lambda: self._place is not place).wait([_ALL_READY], _UNLIMITED)
+            with self._condition:
+                if self._place is place:
+                    self._all_ready = self.changed = True
+                    self._condition.notify_all()
+
     def next(self) -> bool:
         """Wait for the next world after a failure or a change; return whether there is one."""
+        heartbeat()  # this process does not hang
         with self._condition:
             if not self._stays:
                 return False
@@ -101,33 +157,57 @@ class Worlds:
             if not self.changed:
                 return False
             # If the next round has no place for this process, the agent ends it.
-            self._condition.wait_for(lambda: self._next or self._lost_agent)
+            self._condition.wait_for(lambda: self._next or self._lost_agent or self._is_joined_by_others())
+            os.environ.pop(RANK_IN_ROUND, None)
             if not self._next:
-                return False
+                if self._place is None or not self._is_joined_by_others():
+                    return False
+                rank, size = self._place
+                os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
+                self.changed, self.is_whole, self._formed = False, True, 0
+                return True
+            os.environ.pop(STARTING_RANKS, None)
             os.environ.update(self._next)
-            self._next, self.changed, self._formed = {}, False, 0
+            self._begin_round()
         REPORTER.begin_round()
         return AGENT_CONNECTION.send(WorkerMessage(left_for=int(os.environ["TORCHELASTIC_ROUND"])))
 
-    def wait_for_change(self, seconds: float) -> bool:
-        """Wait until the agent says that the world is broken or changes; return whether it has."""
-        with self._condition:
-            return self._stays and self._condition.wait_for(lambda: self.changed, seconds)
+    def _is_joined_by_others(self) -> bool:
+        return self._all_ready and not self.is_whole and not self._broken
 
-    def leave(self) -> bool:
-        """Tell the agent that this process does not stay any longer; return whether the world has not changed."""
+    def end(self) -> None:
+        """Leave the last world together with the other ranks, and tell the agent that this process does not stay.
+
+        Raises:
+            WorldChanged: ranks of the next world need the state of this one.
+            RuntimeError: the same, after a rank was lost.
+        """
+        import torch.distributed as dist
+
+        if not self.is_whole:
+            self._wait_for_change()
+            raise WorldChanged
+        try:
+            dist.barrier()  # a rank that ends must not look lost to those that still train
+        except RuntimeError:
+            if self._wait_for_change(_LOSS_TIMEOUT):
+                raise
         with self._condition:
             if self._stays and self.changed:
-                return False
+                raise WorldChanged
             stays, self._stays = self._stays, False
         if stays:
             AGENT_CONNECTION.send(WorkerMessage(stays=False))
-        return True
+
+    def _wait_for_change(self, seconds: float | None = None) -> bool:
+        with self._condition:
+            return self._stays and self._condition.wait_for(lambda: self.changed or self._lost_agent, seconds)
 
     def _take(self, message: WorldMessage) -> None:
         with self._condition:
             self.changed = True
             self._next = message.environment
+            self._broken |= not message.environment
             if not message.planned:
                 self._group.interrupt()  # before the next world is formed
             self._condition.notify_all()

@@ -481,13 +481,23 @@ class _Plan:
             return Hold(why="waiting for a node that can serve the next round's TCPStore")
         # _after_failure() has counted a failure, even if a round without members came in between.
         failed = RoundReason.WORKER_FAILED in ((reason,) if before.members else (reason, before.reason))
+        stay = [rank for rank, stays in enumerate(self._stays(chosen)) if stays]
+        size = sum(peer.record.workers for peer in chosen)
         return msgspec.structs.replace(
             self._next_round(reason, cause),
             uncharged_restarts=before.uncharged_restarts + (before.number > 0 and not failed),
             members=tuple(Member(peer.id, peer.record.address, peer.record.workers) for peer in chosen),
             roles=roles if len({*roles}) > 1 else (),
             tcp_store=f"{bracketed(host.record.address)}:{host.record.tcp_store_port}",
+            staying=len(stay),
+            starting=tuple(sorted({*range(size)}.difference(stay))) if stay else (),
         )
+
+    def _stays(self, chosen: Sequence[Peer]) -> Iterator[bool]:
+        """Yield for each worker of the next round whether it continues from the current one."""
+        for peer in chosen:
+            known = peer.record.round == self.membership.number
+            yield from (known and local in peer.record.staying for local in range(peer.record.workers))
 
     def _next_round(self, reason: RoundReason, cause: str) -> RoundRecord:
         return RoundRecord(
