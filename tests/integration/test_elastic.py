@@ -77,6 +77,8 @@ def train(state):
     while state.commits < 60:
         for inputs, targets in state.data:
             half = torch.zeros(1)
+            if state.commits == 30:
+                print("waits at half")
             while state.commits == 30 and not half.item():
                 half[0] = os.path.exists(f"{folder}/half")
                 dist.all_reduce(half, op=dist.ReduceOp.MIN)
@@ -86,7 +88,7 @@ def train(state):
                 torch.zeros(2) + torch.zeros(3)
             dies = state.commits == 17 and rank == size - 1
             if dies and "before" in fault and once("killed"):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSTOP if "stopped" in fault else signal.SIGKILL)
             losses = (parallel(inputs) - targets).square()
             state.optimizer.zero_grad()
             sampler.mean(losses).backward()
@@ -182,6 +184,7 @@ async def test_the_processes_that_are_left_continue_at_the_same_step_with_the_sa
         ("torchelastic", "killed before the reduction", 17),
         ("torchelastic", "killed after the reduction", 18),
         ("torchelastic", "killed before the reduction, with checkpoints", 17),
+        ("torchelastic", "stopped before the reduction", 17),
         ("torchrun", "killed before the reduction, with checkpoints", 10),
     ],
 )
@@ -189,7 +192,8 @@ async def test_a_worker_that_is_killed_costs_at_most_the_step_under_way(
     launcher: str, fault: str, again: int, program: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     (tmp_path / "half").touch()
-    arguments = ("--standalone", "--nproc-per-node=4", "--max-restarts=3", program, tmp_path, fault)
+    flags = ("--heartbeat-timeout=5",) if "stopped" in fault else ()
+    arguments = ("--standalone", "--nproc-per-node=4", "--max-restarts=3", *flags, program, tmp_path, fault)
     process = (
         AgentProcess(*arguments)
         if launcher == "torchelastic"
@@ -210,6 +214,24 @@ async def test_a_worker_that_is_killed_costs_at_most_the_step_under_way(
     assert {*range(4)} == {rank for size, rank, _, _ in found[-4:] if size == 4}, process.output
     assert last >= again if launcher == "torchelastic" else last == again, process.output
     assert len({pid for *_, pid in found}) == (5 if launcher == "torchelastic" else 8), process.output
+
+
+async def test_the_state_outlives_a_time_with_too_few_nodes(
+    etcd: EtcdServer, program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    run = ("--nnodes=2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--rdzv-conf=last_call_timeout=0,lease=1", program, tmp_path, "none")
+    async with AgentProcess(*arguments) as first:
+        async with AgentProcess(*arguments) as second:
+            before = await first.wait_for_line(r"world of 2, rank \d, commits (\d+), pid (\d+)")
+            await first.wait_for_line(r"waits at half")
+            second.kill()
+        await first.wait_for_line(r"1 node .* of at least 2 is present")
+        async with AgentProcess(*arguments) as third:
+            after = await first.wait_for_line(r"world of 2, rank \d, commits 30, pid (\d+)")
+            assert after[1] == before[2]
+            (tmp_path / "half").touch()
+            assert await result_of(third) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
 
 
 async def test_an_error_of_the_program_is_raised_at_once(program: Path, tmp_path: Path) -> None:

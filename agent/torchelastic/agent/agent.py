@@ -21,7 +21,8 @@ from torchelastic.agent.failures import OUT_OF_MEMORY, ExitStatus, describe_in_l
 from torchelastic.agent.signals import SignalReceived, Signals
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.errors import NoFreePort, SettingsError, StartError, StoreError
-from torchelastic.protocol.log_format import STARTED
+from torchelastic.protocol import log_format
+from torchelastic.protocol.log_format import STARTED, ranks_in_words
 from torchelastic.protocol.pod import LEAVING_SIGNALS, LEFT_CODES, ExitCode
 from torchelastic.protocol.records import (
     FailureKind,
@@ -328,9 +329,9 @@ class Agent:
         self._unfinished = {int(env["LOCAL_RANK"]) for env in environments}
         self._metrics.workers_started(self._broken_at, round.reason)
         self._broken_at = None
-        ranks = [env["RANK"] for env in environments]
-        started = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
-        logger.info(STARTED, round.number, started, round.world_size)
+        stay = [worker.rank for worker in staying]
+        started = [int(env["RANK"]) for env in environments if int(env["RANK"]) not in stay]
+        logger.info(STARTED, round.number, ranks_in_words(started), round.world_size, log_format.staying(stay))
 
     async def _start(
         self,
@@ -347,6 +348,8 @@ class Agent:
             lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
             began.tcp_store_listener,
             staying,
+            break_world=self._socket.break_world,
+            none_hangs=partial(self._none_hangs, round),
         )
         if staying:
             absent = RoundCallback(round, self._kill_absent)
@@ -355,6 +358,12 @@ class Agent:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
         return group
+
+    def _none_hangs(self, round: RoundRecord, timeout: float) -> None:
+        """Begin another round if no other node reports a worker that hangs."""
+        message = f"no worker has sent a heartbeat for {timeout:g} s, but none of this node hangs"
+        failed = RoundCallback(round, partial(self._round_failed, message, FailureKind.COMMUNICATION))
+        asyncio.get_running_loop().call_later(REPORT_WINDOW, self._events.put_nowait, failed)
 
     async def _kill_absent(self) -> None:
         """Kill the workers that have not left the world of the previous round."""

@@ -101,6 +101,7 @@ class WorkerSocket:
         self._has_stepped = False
         self._processes: set[_Process] = set()
         self.expected: set[int] = set()
+        self._reporting = {0}
         self._notice: NoticeMessage | None = None
         self._until = 0.0  # of the notice, on the clock of the event loop
         self._count = 0
@@ -134,11 +135,12 @@ class WorkerSocket:
         """The ranks of the workers that continue in the next round."""
         return {process.rank for process in self._processes if process.stays}
 
-    def break_world(self) -> None:
-        """Tell the workers that stay that a worker of their world is lost."""
-        for process in self._processes:
-            if process.stays:
-                process.send(WorldMessage())
+    def break_world(self) -> bool:
+        """Tell the workers that stay that a worker of their world is lost or hangs; return whether any stays."""
+        staying = [process for process in self._processes if process.stays]
+        for process in staying:
+            process.send(WorldMessage())
+        return bool(staying)
 
     def begin(self, round: RoundRecord, environments: Mapping[int, dict[str, str]]) -> None:
         """Start a round: disconnect the workers of the previous round, except those that stay.
@@ -155,6 +157,8 @@ class WorkerSocket:
         self._has_stepped = False
         self._leaders_notice = 0
         self._notice = None
+        # If rank 0 starts, the lowest rank that stays trains meanwhile.
+        self._reporting = {0, next((rank for rank in range(round.world_size) if rank not in round.starting), 0)}
         planned = round.reason in _PLANNED
         self.expected = {int(environment["RANK"]) for environment in environments.values()}
         for process in [*self._processes]:
@@ -288,7 +292,7 @@ class WorkerSocket:
             self.imported(message.imported, message.changed)
         if message.first_step_at >= self._began:
             self.stepped(process.rank)
-        if process.rank == 0:
+        if process.rank in self._reporting:
             self._report_progress(message)
 
     def _report_progress(self, message: WorkerMessage) -> None:

@@ -417,6 +417,7 @@ class PastRound(_Record, frozen=True):
         ended: when the round's workers stopped; 0 while they run, or if unknown.
         started_at: when the round's workers were started; 0 if unknown.
         first_step_at: when the program began its first step in the round; 0 if unknown.
+        staying: the number of workers that continued from the round before.
     """
 
     number: Number
@@ -430,6 +431,7 @@ class PastRound(_Record, frozen=True):
     ended: Time = 0.0
     started_at: Time = 0.0
     first_step_at: Time = 0.0
+    staying: Count = 0
 
 
 HISTORY_LIMIT: Final = 200

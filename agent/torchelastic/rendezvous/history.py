@@ -215,7 +215,7 @@ class History:
         departures = Counter(breakdown.departures) + Counter(ends.values())
         breakdown = msgspec.structs.replace(
             breakdown,
-            lost=self._lost_if_ended(),
+            lost=(breakdown.lost or 0.0) if record.staying else self._lost_if_ended(),
             round=record.number,
             first_step_at=0.0,
             last_checkpoint_at=0.0,
@@ -328,6 +328,7 @@ def _past_round(record: RoundRecord, *, began: float) -> PastRound:
         reason=record.reason,
         cause=shorten(record.cause, MAX_CAUSE),
         failure=failure,
+        staying=record.staying,
     )
 
 

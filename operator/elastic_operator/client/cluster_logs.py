@@ -32,7 +32,7 @@ from elastic_operator.controller.model import Pod, PodPhase
 from elastic_operator.errors import ClusterError, NotFound
 from elastic_operator.kubernetes.client import ELASTIC_JOBS, PODS, READ_TIMEOUT, Api, ApiError
 from elastic_operator.kubernetes.pod_status import pod_of
-from torchelastic.protocol.log_format import ROUND_LINE, WORKER_LINE
+from torchelastic.protocol.log_format import ROUND_LINE, WORKER_LINE, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
@@ -130,8 +130,8 @@ class PodLog:
             return
         if round := ROUND_LINE.match(text):
             self.round = max(self.round, int(round["round"]))
-            if round["ranks"]:
-                self.ranks[int(round["round"])] = tuple(int(number) for number in round["ranks"].split(b","))
+            if ranks := ranks_of(round):
+                self.ranks[int(round["round"])] = tuple(ranks)
         yield LogLine(time, self.round, AGENT, text)
 
 

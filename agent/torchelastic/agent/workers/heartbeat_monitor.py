@@ -20,7 +20,7 @@ from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from torchelastic.agent.workers.processes import Child
@@ -40,6 +40,9 @@ _CHECKS_PER_TIMEOUT: Final = 20
 _SUSPENDED_FRACTION: Final = 0.25
 """If the time between two checks exceeds this fraction of the timeout, the agent assumes that the machine was
 suspended, and restarts the timeouts."""
+
+_ANSWER_TIMEOUT: Final = 0.15
+"""Seconds for a worker whose world is broken to leave it, after another worker of the node has."""
 
 _HUNG_FRACTION: Final = 0.9
 """When a worker hangs, other workers without a heartbeat for this fraction of the timeout count as hung, too."""
@@ -76,10 +79,26 @@ class HeartbeatMonitor:
     def watch_file(self, local_rank: int, path: Path) -> None:
         """Watch the heartbeat file of a worker, which the program may have removed; its timeout begins now."""
         self._files[local_rank] = path
-        modified = 0
-        with contextlib.suppress(OSError):
-            modified = path.stat().st_mtime_ns
-        self._changed[local_rank] = modified, asyncio.get_running_loop().time()
+        self._changed[local_rank] = self._modified(local_rank), asyncio.get_running_loop().time()
+
+    async def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Return the workers of these that send no heartbeat now, when no other has sent one for a moment."""
+        clock = asyncio.get_running_loop().time
+        began = [self._modified(rank) for rank in ranks]
+        silent, until = [*ranks], clock() + _ANSWER_TIMEOUT
+        while silent and clock() < until:
+            await asyncio.sleep(_ANSWER_TIMEOUT / _CHECKS_PER_TIMEOUT)
+            left = [rank for rank, before in zip(ranks, began, strict=True) if self._modified(rank) == before]
+            if len(left) < len(silent):
+                silent, until = left, clock() + _ANSWER_TIMEOUT
+        return silent
+
+    def _modified(self, local_rank: int) -> int:
+        """Return the time of the last heartbeat in nanoseconds; 0 if the program has removed the file."""
+        try:
+            return self._files[local_rank].stat().st_mtime_ns
+        except OSError:
+            return 0
 
     async def wait_for_hang(self, running: Callable[[], Collection[int]]) -> list[int]:
         """Wait until a worker hangs; return the local ranks of the workers without a heartbeat, longest time first.
@@ -93,10 +112,9 @@ class HeartbeatMonitor:
             now = clock()
             suspended = now - before > self.timeout * _SUSPENDED_FRACTION
             for rank, (seen, _) in self._changed.items():
-                with contextlib.suppress(OSError):  # the program has removed the file
-                    modified = self._files[rank].stat().st_mtime_ns
-                    if modified != seen or suspended:
-                        self._changed[rank] = modified, now
+                modified = self._modified(rank)
+                if (modified and modified != seen) or suspended:
+                    self._changed[rank] = modified, now
             before = now
             ages = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
             if max(ages.values(), default=0.0) >= self.timeout:

@@ -116,6 +116,8 @@ class WorkerGroup:
         reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
         heartbeats: the heartbeats of the workers; None if no heartbeats are expected.
+        break_world: tells the workers that stay that their world is broken; returns whether any stays.
+        none_hangs: called with the time-out if workers had no heartbeat for that time, but have left their world.
         stopped: whether the workers and all processes that they started have exited, except those that stay.
         staying: the workers that have not been stopped.
     """
@@ -126,6 +128,8 @@ class WorkerGroup:
     reaper: Reaper
     mark: str
     heartbeats: heartbeat_monitor.HeartbeatMonitor | None
+    break_world: Callable[[], bool] = lambda: False
+    none_hangs: Callable[[float], object] = lambda _: None
     stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -206,10 +210,15 @@ class WorkerGroup:
     async def _kill_hung_workers(self, heartbeats: heartbeat_monitor.HeartbeatMonitor) -> None:
         """Kill workers that hang, until all workers have exited.
 
-        Workers that wait for a hung worker send no heartbeats either. So all workers without heartbeats are killed, and
-        the most likely root causes are reported first.
+        Workers that wait for a hung worker send no heartbeats either. Those that stay are told to leave their world,
+        which is a heartbeat. All others without heartbeats are killed, and the most likely root causes are reported
+        first.
         """
         while ranks := await heartbeats.wait_for_hang(lambda: [worker.local_rank for worker in self.running]):
+            if self.break_world():
+                ranks = await heartbeats.silent(ranks)
+                if not ranks:
+                    self.none_hangs(heartbeats.timeout)
             hung = [self.workers[local_rank] for local_rank in ranks]
             for worker in hung:
                 worker.hang_symptom = heartbeat_monitor.describe_missing_heartbeat(worker.child, heartbeats.timeout)
@@ -344,6 +353,9 @@ class Workers:
         report: Callable[[WorkerExit], object],
         listener: socket.socket | None = None,
         staying: Sequence[Worker] = (),
+        *,
+        break_world: Callable[[], bool] = lambda: False,
+        none_hangs: Callable[[float], object] = lambda _: None,
     ) -> WorkerGroup:
         """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
@@ -355,6 +367,8 @@ class Workers:
             report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
             listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.
             staying: workers of the previous round that continue in this one, with the same local ranks.
+            break_world: as in :class:`WorkerGroup`.
+            none_hangs: likewise.
 
         Raises:
             StartError: a process cannot be started.
@@ -402,7 +416,7 @@ class Workers:
             if heartbeats is not None and worker.heartbeat_file is not None:
                 heartbeats.watch_file(worker.local_rank, worker.heartbeat_file)
         self._watchdog.watch([worker.child for worker in running])
-        self._group = WorkerGroup(running, store, report, self._reaper, self._mark, heartbeats)
+        self._group = WorkerGroup(running, store, report, self._reaper, self._mark, heartbeats, break_world, none_hangs)
         return self._group
 
     def _environment(

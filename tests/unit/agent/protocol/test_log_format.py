@@ -6,7 +6,17 @@ import logging
 
 import pytest
 
-from torchelastic.protocol.log_format import ROUND_LINE, STARTED, TIME_FORMAT, WORKER_LINE, log_format, rank_label
+from torchelastic.protocol.log_format import (
+    ROUND_LINE,
+    STARTED,
+    TIME_FORMAT,
+    WORKER_LINE,
+    log_format,
+    rank_label,
+    ranks_in_words,
+    ranks_of,
+    staying,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,13 +31,24 @@ def test_a_workers_line_starts_with_its_role_and_rank(role: str, label: str) -> 
 
 
 @pytest.mark.parametrize("node", ["digits-0-x4k2p", "100%s"])
-@pytest.mark.parametrize(("ranks", "words"), [([3], "rank 3"), ([4, 5], "ranks 4, 5")])
-def test_an_agent_logs_the_round_and_ranks_that_it_starts(node: str, ranks: list[int], words: str) -> None:
-    record = logging.LogRecord("torchelastic", logging.INFO, "", 0, STARTED, (7, words, 8), None)
+@pytest.mark.parametrize(
+    ("started", "stay", "words"),
+    [
+        ([3], [], "rank 3 of a world of 8"),
+        ([4, 5], [], "ranks 4, 5 of a world of 8"),
+        ([], [4, 5], "no rank of a world of 8; ranks 4, 5 stay"),
+        ([5], [4], "rank 5 of a world of 8; rank 4 stays"),
+    ],
+)
+def test_an_agent_logs_the_round_and_ranks_that_it_starts(
+    node: str, started: list[int], stay: list[int], words: str
+) -> None:
+    values = (7, ranks_in_words(started), 8, staying(stay))
+    record = logging.LogRecord("torchelastic", logging.INFO, "", 0, STARTED, values, None)
     line = logging.Formatter(log_format(node), TIME_FORMAT).format(record)
-    assert line.endswith(f" [{node}] round 7: started {words} of a world of 8")
+    assert line.endswith(f" [{node}] round 7: started {words}")
     match = ROUND_LINE.fullmatch(line.encode())
     assert match is not None
     assert int(match["round"]) == 7
-    assert [int(rank) for rank in match["ranks"].split(b",")] == ranks
+    assert ranks_of(match) == sorted([*started, *stay])
     assert WORKER_LINE.match(line.encode()) is None

@@ -193,6 +193,30 @@ def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
 
 
+FAILED_A = {"round": 1, "failure": failure("a")}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "staying", "starting"),
+    [
+        pytest.param([peer("a", **FAILED_A), peer("b", round=1)], 0, (), id="none stays"),
+        pytest.param(
+            [peer("a", workers=2, staying=(0, 1), **FAILED_A), peer("b", round=1, workers=2, staying=(1,))],
+            *(3, (2,)),
+            id="one worker failed",
+        ),
+        pytest.param([peer("a", staying=(0,), **FAILED_A), peer("c", workers=2)], 1, (1, 2), id="a node joins"),
+        pytest.param([peer("a", staying=(0,), **FAILED_A)], 1, (), id="the other node is lost"),
+        pytest.param([peer("a", staying=(0,), **FAILED_A), peer("c", staying=(0,))], 1, (1,), id="of another round"),
+    ],
+)
+def test_a_round_names_the_workers_that_start_while_others_stay(
+    nodes: list[Peer], staying: int, starting: tuple[int, ...]
+) -> None:
+    found = next_round(snapshot(*nodes, high=2, round=AB))
+    assert (found.staying, found.starting) == (staying, starting)
+
+
 def test_new_nodes_that_arrive_together_join_in_one_round() -> None:
     here = (peer("a", round=1), peer("b", joined=5, arrived=7.0), peer("c", joined=6, arrived=7.02))
     hold = hold_of(plan(snapshot(*here, now=7.03, round=round(1, "a")), SETTINGS))
