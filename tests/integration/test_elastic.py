@@ -60,6 +60,7 @@ state = torchelastic.TorchState(
     checkpointer=torchelastic.Checkpointer(f"{folder}/checkpoints", every=10) if "checkpoints" in fault else None,
 )
 waiting = torchelastic.TorchState()
+print(f"ready in {os.getpid()}")
 
 
 def once(name):
@@ -232,6 +233,27 @@ async def test_the_state_outlives_a_time_with_too_few_nodes(
             assert after[1] == before[2]
             (tmp_path / "half").touch()
             assert await result_of(third) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+
+
+async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_its_process(
+    etcd: EtcdServer, program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    run = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--rdzv-conf=last_call_timeout=0,lease=1", "--standby", program, tmp_path, "none")
+    async with AgentProcess(*arguments) as first:
+        await first.wait_for_line(r"commits 0")
+        async with contextlib.AsyncExitStack() as stack:
+            second = await stack.enter_async_context(AgentProcess(*arguments))
+            await first.wait_for_line(r"world of 2, rank \d, commits 30")
+            spare = await stack.enter_async_context(AgentProcess(*arguments))
+            pid = (await spare.wait_for_line(r"ready in (\d+)"))[1]
+            await spare.wait_for_line(r"round 2: standing by")
+            second.kill()
+            taken = await spare.wait_for_line(r"world of 2, rank (\d), commits 30, pid (\d+)")
+            assert taken[2] == pid
+            (tmp_path / "half").touch()
+            assert await result_of(spare) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+            assert "round 3: started no rank of a world of 2; rank 1 stays" in spare.output
 
 
 async def test_an_error_of_the_program_is_raised_at_once(program: Path, tmp_path: Path) -> None:

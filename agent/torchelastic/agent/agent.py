@@ -40,6 +40,7 @@ from torchelastic.rendezvous.node import (
     RendezvousNode,
     RoundStarted,
     failure_of_node,
+    standby_environments,
     worker_environments,
 )
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
     from torchelastic.store.api import Store
 
 logger = logging.getLogger(__name__)
-
-REJOIN_TIMEOUT: Final = 10.0
-"""Seconds for a worker that stays to leave its world after the next round has begun; then it is killed."""
 
 LEAVE_TIMEOUT: Final = 0.5
 """Seconds after which a leaving node assumes that no leader will form a round without it."""
@@ -276,21 +274,14 @@ class Agent:
             self._metrics.rendezvous_ended(succeeded=True)
         else:
             self._metrics.rendezvous_began()
-        environments: list[dict[str, str]] = []
-        if takes_part:
-            with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
-                environments = worker_environments(
-                    round,
-                    self._node_id,
-                    role=self._settings.role,
-                    run_id=self._settings.rendezvous.run_id,
-                    max_restarts=self._settings.rendezvous.max_restarts,
-                )
-        if round.members and not takes_part:
+        stands_by = self._settings.standby and bool(round.members) and not takes_part
+        with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
+            environments = self._environments_in(round, stands_by=stands_by)
+        if round.members and not takes_part and not stands_by:
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
             await self._stop_workers(self._settings.stop_timeout, stays=True)
-        staying = self._staying.staying if self._staying is not None and takes_part else []
+        staying = self._staying.staying if self._staying is not None and environments else []
         of_staying = {worker.rank: environments[worker.local_rank] for worker in staying}
         if self._settings.virtual_local_rank:
             of_staying = {rank: {**environment, "LOCAL_RANK": "0"} for rank, environment in of_staying.items()}
@@ -309,6 +300,10 @@ class Agent:
                 self._history.enter(RunState.WAITING)
             self._metrics.workers_changed("stopped")
             self._broken_at = self._recovery = None
+            if stands_by:
+                with suppress(StartError):
+                    self._group = await self._start(began, workers, environments, staying, standby=True)
+                    self._staying = None
             self._report_staying()
             return
         self._environments = environments
@@ -333,12 +328,26 @@ class Agent:
         started = [int(env["RANK"]) for env in environments if int(env["RANK"]) not in stay]
         logger.info(STARTED, round.number, ranks_in_words(started), round.world_size, log_format.staying(stay))
 
+    def _environments_in(self, round: RoundRecord, *, stands_by: bool) -> list[dict[str, str]]:
+        """Return the variables of each worker of this node in a round; none if it has no workers then."""
+        settings, rendezvous = self._settings, self._settings.rendezvous
+        about: dict[str, Any] = {
+            "role": settings.role,
+            "run_id": rendezvous.run_id,
+            "max_restarts": rendezvous.max_restarts,
+        }
+        if stands_by:
+            return standby_environments(round, settings.workers, **about)
+        return worker_environments(round, self._node_id, **about) if self._node_id in round.nodes else []
+
     async def _start(
         self,
         began: RoundStarted,
         workers: Workers,
         environments: Sequence[Mapping[str, str]],
         staying: Sequence[Worker],
+        *,
+        standby: bool = False,
     ) -> WorkerGroup:
         """Start the round's workers, except those that stay, and its TCPStore if this node serves it."""
         round = began.record
@@ -350,10 +359,11 @@ class Agent:
             staying,
             break_world=self._socket.break_world,
             none_hangs=partial(self._none_hangs, round),
+            standby=standby,
         )
         if staying:
             absent = RoundCallback(round, self._kill_absent)
-            asyncio.get_running_loop().call_later(REJOIN_TIMEOUT, self._events.put_nowait, absent)
+            asyncio.get_running_loop().call_later(self._settings.rejoin_timeout, self._events.put_nowait, absent)
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
@@ -371,7 +381,7 @@ class Agent:
             if worker.rank in self._socket.expected:
                 logger.warning(
                     "rank %d, process %d, is killed: it did not leave its world within %g s.",
-                    *(worker.rank, worker.child.pid, REJOIN_TIMEOUT),
+                    *(worker.rank, worker.child.pid, self._settings.rejoin_timeout),
                 )
                 worker.child.signal(signal.SIGKILL)
 
@@ -385,6 +395,14 @@ class Agent:
             self._metrics.recovered(broken_at, reason)
 
     async def _worker_ended(self, ended: WorkerEnded) -> None:
+        if self._node_id not in ended.round.nodes:
+            self._socket.forget(ended.exit.rank)
+            logger.warning(
+                "a worker of this spare node has exited with code %d before it had a place in a round: "
+                "--standby is for programs with @torchelastic.elastic.",
+                ended.exit.exit_code,
+            )
+            return
         delay = asyncio.get_running_loop().time() - ended.exit.ended
         self._metrics.took("LocalElasticAgent._monitor_workers", delay, succeeded=True)
         if ended.exit.exit_code == 0:
@@ -426,8 +444,13 @@ class Agent:
 
     def _report_staying(self) -> None:
         """Tell the leader which workers continue in the next round."""
-        if self._round is not None:
-            self._node.report(self._round.number, staying=self._staying_local_ranks())
+        if self._round is None:
+            return
+        staying, before = self._staying_local_ranks(), self._node.registration.record.staying
+        self._node.report(self._round.number, staying=staying)
+        is_spare = bool(self._round.members) and self._node_id not in self._round.nodes
+        if is_spare and len(staying) == self._settings.workers > len(before):
+            logger.info("round %d: standing by: the workers of this spare node are ready", self._round.number)
 
     def _is_past(self, round: RoundRecord) -> bool:
         """Return whether the workers of a round were stopped; a later round may have the same number."""

@@ -138,6 +138,12 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             parsers.modules,
         ),
         Flag("heartbeat-timeout SECONDS", "time without a heartbeat after which a worker is hung", parsers.seconds()),
+        Flag(
+            "standby",
+            "while this node is a spare, run the program up to its function with @elastic, so that it can take a "
+            "place at once",
+            parsers.switch,
+        ),
         Flag("role NAME", "role of this node's workers. Default: default", parsers.name()),
         Flag("virtual-local-rank", "each worker has LOCAL_RANK 0 and sees only its own GPU", parsers.switch),
         Flag(
@@ -188,6 +194,11 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
             "stop-timeout SECONDS",
             "from SIGTERM to SIGKILL between two rounds, if a worker handles SIGTERM. Default: 5",
             _TIME,
+        ),
+        Flag(
+            "rejoin-timeout SECONDS",
+            "for a worker that stays, to leave its last round; then it is killed. Default: 10",
+            parsers.seconds(),
         ),
         Flag(
             "shutdown-timeout SECONDS", "from the signal to SIGKILL when this node leaves the run. Default: 30", _TIME

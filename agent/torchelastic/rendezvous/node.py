@@ -23,6 +23,7 @@ from torchelastic.errors import MalformedRecord, NoFreePort, StoreError
 from torchelastic.protocol.codec import decode, decode_state
 from torchelastic.protocol.records import (
     FailureRecord,
+    Member,
     NodePhase,
     NodeRecord,
     NoticeRecord,
@@ -31,7 +32,7 @@ from torchelastic.protocol.records import (
     StateRecord,
     bracketed,
 )
-from torchelastic.protocol.worker import STARTING_RANKS, format_ranks
+from torchelastic.protocol.worker import STANDBY, STARTING_RANKS, format_ranks
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
@@ -120,6 +121,24 @@ def worker_environments(
         shared | {"LOCAL_RANK": str(local), "RANK": str(first + local), "ROLE_RANK": str(first_of_role + local)}
         for local in range(workers)
     ]
+
+
+def standby_environments(
+    round: RoundRecord, workers: int, *, role: str, run_id: str, max_restarts: int
+) -> list[dict[str, str]]:
+    """Return the environment variables of each worker on a spare node, by local rank.
+
+    The ranks follow those of the round. Without MASTER_ADDR, a program that calls ``init_process_group()`` itself fails
+    before it disturbs the members.
+    """
+    spare = Member("", "", workers)
+    with_spare = msgspec.structs.replace(round, members=(*round.members, spare), roles=(), starting=())
+    own = worker_environments(with_spare, "", role=role, run_id=run_id, max_restarts=max_restarts)
+    for environment in own:
+        del environment["MASTER_ADDR"], environment["MASTER_PORT"]
+        environment.update(WORLD_SIZE=str(round.world_size), GROUP_WORLD_SIZE=str(len(round.members)))
+        environment[STANDBY] = "1"
+    return own
 
 
 def failure_of_node(round: RoundRecord, node: str, *, message: str, kind: FailureKind, began: float) -> FailureRecord:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.protocol.worker import (
     RANK_IN_ROUND,
+    STANDBY,
     STARTING_RANKS,
     WorkerMessage,
     WorldMessage,
@@ -102,6 +103,9 @@ class Worlds:
                 self._stays = True
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
+                while STANDBY in os.environ:
+                    if not self.next():
+                        raise RuntimeError("The agent has not announced a world.")
                 self._form()
             elif "RANK" in os.environ:
                 dist.init_process_group()
@@ -153,7 +157,8 @@ class Worlds:
         with self._condition:
             if not self._stays:
                 return False
-            self._condition.wait_for(lambda: self.changed or self._lost_agent, _AGENT_TIMEOUT)
+            timeout = None if STANDBY in os.environ else _AGENT_TIMEOUT
+            self._condition.wait_for(lambda: self.changed or self._lost_agent, timeout)
             if not self.changed:
                 return False
             # If the next round has no place for this process, the agent ends it.
@@ -166,7 +171,8 @@ class Worlds:
                 os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
                 self.changed, self.is_whole, self._formed = False, True, 0
                 return True
-            os.environ.pop(STARTING_RANKS, None)
+            for name in (STARTING_RANKS, STANDBY):
+                os.environ.pop(name, None)
             os.environ.update(self._next)
             self._begin_round()
         REPORTER.begin_round()

@@ -356,6 +356,7 @@ class Workers:
         *,
         break_world: Callable[[], bool] = lambda: False,
         none_hangs: Callable[[float], object] = lambda _: None,
+        standby: bool = False,
     ) -> WorkerGroup:
         """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
@@ -369,6 +370,7 @@ class Workers:
             staying: workers of the previous round that continue in this one, with the same local ranks.
             break_world: as in :class:`WorkerGroup`.
             none_hangs: likewise.
+            standby: whether the workers wait for another round, so that they send no heartbeats.
 
         Raises:
             StartError: a process cannot be started.
@@ -416,7 +418,8 @@ class Workers:
             if heartbeats is not None and worker.heartbeat_file is not None:
                 heartbeats.watch_file(worker.local_rank, worker.heartbeat_file)
         self._watchdog.watch([worker.child for worker in running])
-        self._group = WorkerGroup(running, store, report, self._reaper, self._mark, heartbeats, break_world, none_hangs)
+        monitored = None if standby else heartbeats
+        self._group = WorkerGroup(running, store, report, self._reaper, self._mark, monitored, break_world, none_hangs)
         return self._group
 
     def _environment(

@@ -51,6 +51,7 @@ def test_the_text_mentions_only_existing_flags() -> None:
         ("max-restarts", RendezvousSettings.__dataclass_fields__["max_restarts"].default),
         ("notice", RendezvousSettings.__dataclass_fields__["notice"].default),
         ("stop-timeout", AgentSettings.__dataclass_fields__["stop_timeout"].default),
+        ("rejoin-timeout", AgentSettings.__dataclass_fields__["rejoin_timeout"].default),
         ("shutdown-timeout", AgentSettings.__dataclass_fields__["shutdown_timeout"].default),
         ("role", AgentSettings.__dataclass_fields__["role"].default),
     ],
