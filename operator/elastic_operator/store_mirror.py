@@ -69,12 +69,12 @@ class StoreMirror:
     """The keys of one run.
 
     The mirror calls ``changed()`` when an attribute changes, except for ``history``, ``time_breakdown`` and the
-    progress of the program in ``nodes``. It calls ``away(message)`` when it cannot connect or the connection breaks.
+    progress of the program in ``nodes``. It calls ``away(error)`` when it cannot connect or the connection breaks.
 
     Args:
         run_id: the run's id.
         changed: called without arguments after a change.
-        away: called with the reason why the store is away, as a sentence.
+        away: called with the error for which the store is away.
         recorded: called without arguments after a change of ``history``.
         run_lease: seconds after which the store deletes a run whose lease no agent and no operator renews.
 
@@ -95,7 +95,7 @@ class StoreMirror:
         run_id: str,
         *,
         changed: Callable[[], None],
-        away: Callable[[str], None],
+        away: Callable[[StoreError | SettingsError], None],
         recorded: Callable[[], None] = lambda: None,
         run_lease: float = keys.RUN_LEASE_TTL,
     ) -> None:
@@ -143,8 +143,7 @@ class StoreMirror:
                 error = errors.exceptions[0]
                 logger.info("the store of the run %s: %s", self._run_id, error)
                 self.paused = isinstance(error, StoreTooLarge)
-                # A condition must not show what a server answers, because the endpoint may be any server.
-                self._away(error.message if isinstance(error, StoreError) else str(error))
+                self._away(error)
             finally:
                 self._store = None
                 if self.readable:

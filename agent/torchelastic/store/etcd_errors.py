@@ -65,6 +65,10 @@ def connector(settings: StoreSettings) -> aiohttp.TCPConnector:
     return aiohttp.TCPConnector(limit=0, socket_factory=settings.open_socket)
 
 
+class AddressForbidden(StoreRefused):
+    """The settings forbid the address of the server."""
+
+
 class Unreached(StoreUnavailable):
     """The request never reached the server, so it had no effect."""
 
@@ -141,7 +145,7 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
         return StoreRefused(f"the TLS connection to {where} failed: {reason}")
     if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefused):
-        return StoreRefused(f"{where} may not be used: {error.os_error}")
+        return AddressForbidden(f"{where} may not be used: {error.os_error}")
     if isinstance(error, aiohttp.ClientConnectorError):
         state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
         return Unreached(f"{where} {state}: {_reason(error.os_error)}")
