@@ -22,7 +22,7 @@ from elastic_operator.certificates import client_context
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
 from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
-from elastic_operator.store_mirror import StoreMirror, store_at
+from elastic_operator.store_mirror import MemoryBudget, StoreMirror, store_at
 from torchelastic.errors import SettingsError, StoreError, StoreTooLarge
 from torchelastic.store.etcd_errors import AddressForbidden
 from torchelastic.store.etcd_process import AUTHORITY, CERTIFICATE, KEY
@@ -162,6 +162,7 @@ class JobStores:
         self._timeout = timeout
         self._managed_timeout = managed_timeout
         self._expiry_interval = expiry_interval
+        self._budget = MemoryBudget()
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
 
@@ -279,7 +280,10 @@ class JobStores:
 
     def _start(self, uid: str, key: str, *, external: bool) -> _Followed:
         mirror = StoreMirror(
-            uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
+            uid,
+            changed=lambda: self._changed(followed),
+            away=lambda error: self._away(followed, error),
+            budget=self._budget,
         )
         followed = self._followed[uid] = _Followed(key, uid, mirror, external)
         followed.task = self._tasks.create_task(self._follow(followed))

@@ -209,9 +209,8 @@ def _trimmed(resource: Resource, body: Json) -> Json:
     metadata = body["metadata"]
     if resource not in (ELASTIC_JOBS, PODS):
         return {**body, "metadata": {name: value for name, value in metadata.items() if name != "managedFields"}}
-    fields = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")
-    if resource == ELASTIC_JOBS:
-        fields = (*fields[:4], "generation", "creationTimestamp", "deletionTimestamp")
+    others = ("ownerReferences",) if resource == PODS else ("generation", "creationTimestamp", "deletionTimestamp")
+    fields = ("name", "namespace", "uid", "resourceVersion", *others)
     kept = {name: metadata[name] for name in fields if name in metadata}
     if resource == PODS:
         return {"metadata": kept}

@@ -11,7 +11,7 @@ from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.store_mirror import StoreMirror
+from elastic_operator.store_mirror import MemoryBudget, StoreMirror
 from tests.support.certificates import CERTIFICATES
 from torchelastic.errors import SettingsError, StoreError
 
@@ -28,9 +28,14 @@ class FakeMirror(StoreMirror):
     """A mirror without a store, for which a test reports errors."""
 
     def __init__(
-        self, run_id: str, *, changed: Callable[[], None], away: Callable[[StoreError | SettingsError], None]
+        self,
+        run_id: str,
+        *,
+        changed: Callable[[], None],
+        away: Callable[[StoreError | SettingsError], None],
+        budget: MemoryBudget,
     ) -> None:
-        super().__init__(run_id, changed=changed, away=away)
+        super().__init__(run_id, changed=changed, away=away, budget=budget)
         self.report = away
 
     async def run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
