@@ -59,10 +59,6 @@ def tls_context(secret: Json) -> ssl.SSLContext:
         raise SecretError(
             f"{about} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
         )
-    if bool(files[CERTIFICATE]) is not bool(files[KEY]):
-        raise SecretError(
-            f"{about} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
-        )
     try:
         return client_context(files)
     except ValueError as error:
