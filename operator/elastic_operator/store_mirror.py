@@ -241,7 +241,7 @@ class StoreMirror:
 
     def _receive(self, size: int) -> None:
         """Record that the connection has received more bytes, or that they are no longer in memory."""
-        self._received += size
+        self._received = max(self._received + size, 0)  # an answer may be released after its connection was closed
         self._take_memory()
         if size > 0 and self._refused.is_set():
             raise _refusal()
@@ -251,6 +251,7 @@ class StoreMirror:
 
     def _forget(self) -> None:
         """Forget the run."""
+        self.readable = False
         self.round = self.outcome = self.size = self.time_breakdown = self.history = None
         self.nodes, self.names = {}, {}
         self._sizes, self._size = {}, 0
