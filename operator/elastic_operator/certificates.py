@@ -142,8 +142,8 @@ def client_context(files: Mapping[str, bytes]) -> ssl.SSLContext:
             context.load_default_certs()
     except (ssl.SSLError, ValueError):
         raise ValueError(f"{AUTHORITY} that holds no certificate in PEM form") from None
-    if files.get(CERTIFICATE):
-        _load_pair(context, files[CERTIFICATE] + b"\n" + files.get(KEY, b""))
+    if files.get(CERTIFICATE) or files.get(KEY):
+        _load_pair(context, files.get(CERTIFICATE, b"") + b"\n" + files.get(KEY, b""))
     return context
 
 

@@ -2,6 +2,8 @@
 
 During an outage of the store, the mirror keeps the last known values, and ``readable`` is false. Like the leading
 agent, the mirror renews the run's lease.
+
+Any user may name a hostile server as an etcd. So all mirrors of one operator share a budget of memory.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -18,7 +21,7 @@ from torchelastic.errors import MalformedRecord, SettingsError, StoreError, Stor
 from torchelastic.protocol import codec, keys, records
 from torchelastic.store.api import (
     MAX_ENTRIES,
-    MAX_LISTED,
+    Change,
     Entry,
     Listing,
     Store,
@@ -65,18 +68,52 @@ def store_at(endpoint: str, tls: ssl.SSLContext | None = None) -> StoreSettings:
     return StoreSettings(endpoints=endpoints, protocol=scheme or ("https" if tls else "http"), tls=tls)
 
 
+_FREE: Final = 64 << 10
+"""Bytes of each mirror that do not count: enough for a small run."""
+
+
+class MemoryBudget:
+    """A bound on the memory of several mirrors: what they keep, and what their connections have received.
+
+    If the mirrors take more, those that take the most are refused, and left alone for TOO_LARGE_DELAY.
+
+    Args:
+        limit: the bytes for all mirrors, without the first 64 KiB of each.
+
+    Attributes:
+        taken: the bytes that count.
+    """
+
+    def __init__(self, limit: int = 64 << 20) -> None:
+        self._limit = limit
+        self._taken: dict[StoreMirror, int] = {}
+        self.taken = 0
+
+    def take(self, mirror: StoreMirror, size: int) -> None:
+        """Record how many bytes a mirror takes now."""
+        counted = max(size - _FREE, 0)
+        self.taken += counted - self._taken.pop(mirror, 0)
+        if counted:
+            self._taken[mirror] = counted
+        while self.taken > self._limit:
+            largest = max(self._taken, key=self._taken.__getitem__)
+            self.taken -= self._taken.pop(largest)
+            largest.refuse()
+
+
 class StoreMirror:
     """The keys of one run.
 
     The mirror calls ``changed()`` when an attribute changes, except for ``history``, ``time_breakdown`` and the
-    progress of the program in ``nodes``. It calls ``away(message)`` when it cannot connect or the connection breaks.
+    progress of the program in ``nodes``. It calls ``away(error)`` when it cannot connect or the connection breaks.
 
     Args:
         run_id: the run's id.
         changed: called without arguments after a change.
-        away: called with the reason why the store is away, as a sentence.
+        away: called with the error for which the store is away.
         recorded: called without arguments after a change of ``history``.
         run_lease: seconds after which the store deletes a run whose lease no agent and no operator renews.
+        budget: the memory that this mirror shares with others.
 
     Attributes:
         readable: whether the following attributes are current.
@@ -95,9 +132,10 @@ class StoreMirror:
         run_id: str,
         *,
         changed: Callable[[], None],
-        away: Callable[[str], None],
+        away: Callable[[StoreError | SettingsError], None],
         recorded: Callable[[], None] = lambda: None,
         run_lease: float = keys.RUN_LEASE_TTL,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self._run_id = run_id
         self._ttl = run_lease
@@ -115,8 +153,11 @@ class StoreMirror:
         self.nodes: dict[str, records.NodeRecord] = {}
         self.names: dict[str, str] = {}
         self.paused = False
-        self._sizes: dict[str, int] = {}  # of the keys with their values, by key
-        self._size = 0
+        self._budget = budget or MemoryBudget()
+        self._sizes: dict[str, int] = {}  # the memory for the keys with their values, by key
+        self._size = 0  # of these, and of ``names``
+        self._received = 0
+        self._refused = asyncio.Event()
 
     async def run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
         """Follow the store until canceled.
@@ -125,28 +166,40 @@ class StoreMirror:
             settings: called for the settings before each attempt to connect; may raise SettingsError or StoreError.
             available: an event that is set while the store should be available; None if that is unknown.
         """
+        try:
+            await self._run(settings, available)
+        finally:
+            self._budget.take(self, 0)
+
+    async def _run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
         task = asyncio.current_task()
         backoff = Backoff()
         while True:
             if available is not None:
                 await available.wait()
+            self._refused.clear()
             try:
-                async with contextlib.AsyncExitStack() as stack:
+                async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._until_refused())
                     how = settings()
-                    store = await connect(await how if isinstance(how, Awaitable) else how)
+                    store = await connect(
+                        replace(await how if isinstance(how, Awaitable) else how, received=self._receive)
+                    )
                     stack.push_async_callback(store.close)
                     self._store = store
-                    async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(self._lease(store).keep())
-                        await self._follow(store)
+                    tasks.create_task(self._lease(store).keep())
+                    await self._follow(store)
             except* (StoreError, SettingsError) as errors:
-                error = errors.exceptions[0]
+                error = cast("StoreError | SettingsError", errors.exceptions[0])
                 logger.info("the store of the run %s: %s", self._run_id, error)
                 self.paused = isinstance(error, StoreTooLarge)
-                # A condition must not show what a server answers, because the endpoint may be any server.
-                self._away(error.message if isinstance(error, StoreError) else str(error))
+                if self.paused:
+                    self._forget()
+                self._away(error)
             finally:
                 self._store = None
+                self._received = 0
+                self._budget.take(self, self._size)
                 if self.readable:
                     backoff.reset()
                     self.readable = False
@@ -177,47 +230,80 @@ class StoreMirror:
             await self._lease(store).end()
             await store.delete_prefix(self._keys.root)
 
+    def refuse(self) -> None:
+        """End the connection, and leave the store alone, because the mirrors take too much memory."""
+        self._refused.set()
+        self._forget()
+
+    async def _until_refused(self) -> NoReturn:
+        await self._refused.wait()
+        raise _refusal()
+
+    def _receive(self, size: int) -> None:
+        """Record that the connection has received more bytes, or that they are no longer in memory."""
+        self._received = max(self._received + size, 0)  # an answer may be released after its connection was closed
+        self._take_memory()
+        if size > 0 and self._refused.is_set():
+            raise _refusal()
+
+    def _take_memory(self) -> None:
+        self._budget.take(self, self._size + self._received)
+
+    def _forget(self) -> None:
+        """Forget the run."""
+        self.readable = False
+        self.round = self.outcome = self.size = self.time_breakdown = self.history = None
+        self.nodes, self.names = {}, {}
+        self._sizes, self._size = {}, 0
+
     def _lease(self, store: Store) -> RunLease:
         return RunLease(store, self._run_id, ttl=self._ttl)
 
     async def _follow(self, store: Store) -> None:
         async with contextlib.aclosing(follow(store, self._keys.root)) as news:
             async for each in news:
-                if isinstance(each, Listing):
-                    entries: Sequence[Entry | None] = each.entries
-                    self._take(each)
-                    self._changed()
-                else:
-                    entries = [change.entry for change in each]
-                    if any([self._put(change.key, change.entry) for change in each]):  # noqa: C419 - put all of them
-                        self._changed()
-                size = sum(len(entry.value) for entry in entries if entry is not None)
+                entries = self._take(each) if isinstance(each, Listing) else self._follow_changes(each)
+                size = sum(entry.memory for entry in entries if entry is not None)
+                self._receive(size)  # they stay in memory during the pause
                 await asyncio.sleep(_ENTRY_PAUSE * (1 + len(entries)) + _BYTE_PAUSE * size)
+                del each, entries
+                self._receive(-size)
 
-    def _take(self, listing: Listing) -> None:
+    def _follow_changes(self, changes: Sequence[Change]) -> Sequence[Entry | None]:
+        if any([self._put(change.key, change.entry) for change in changes]):  # noqa: C419 - put all of them
+            self._changed()
+        return [change.entry for change in changes]
+
+    def _take(self, listing: Listing) -> Sequence[Entry | None]:
         if not self.nodes or self.outcome is not None:
             self.round = self.outcome = None
         # If the store has lost the round of known nodes, the nodes are about to restore it.
         self.size = self.time_breakdown = self.history = None
         self.nodes = {}
-        self._sizes, self._size = {}, 0
+        self._size -= sum(self._sizes.values())
+        self._sizes = {}
         for entry in listing.entries:
             self._put(entry.key, entry)
         self.readable = True
+        self._changed()
+        return listing.entries
 
     def _put(self, key: str, entry: Entry | None) -> bool:
         """Copy the value of a key; return whether to call ``changed()``.
 
         Raises:
-            StoreTooLarge: the changes have made the run larger than any listing may be.
+            StoreTooLarge: the run has more keys than any run has, or takes too much memory.
         """
         keys = self._keys
         self._size -= self._sizes.pop(key, 0)
         if entry is not None:
-            self._sizes[key] = size = len(key) + len(entry.value)
+            self._sizes[key] = size = _memory(key, entry.value)
             self._size += size
-            if len(self._sizes) > MAX_ENTRIES or self._size > MAX_LISTED:
+            if len(self._sizes) > MAX_ENTRIES:
                 raise too_large("etcd")
+            self._take_memory()
+            if self._refused.is_set():
+                raise _refusal()
         if key == keys.time_breakdown:
             self.time_breakdown = _record(entry, records.TimeBreakdown)
             return False
@@ -238,12 +324,33 @@ class StoreMirror:
             else:
                 before = self.nodes.get(node_id)
                 self.nodes[node_id] = node
-                self.names.pop(node_id, None)
+                self._forget_name(node_id)
                 self.names[node_id] = node.name
+                self._size += _memory(node_id + node.name)
                 if len(self.names) > MAX_ENTRIES:
-                    del self.names[next(iter(self.names))]
+                    self._forget_name(next(iter(self.names)))
                 return before is None or _but_progress(before) != _but_progress(node)
         return True
+
+    def _forget_name(self, node_id: str) -> None:
+        if (name := self.names.pop(node_id, None)) is not None:
+            self._size -= _memory(node_id + name)
+
+
+def _memory(key: str, value: bytes = b"") -> int:
+    """Return the maximum number of bytes that a key and its decoded record take.
+
+    Each value in a record is an object, and one special character makes each character of its string take four bytes.
+    """
+    width = 1 if value.isascii() and b"\\u" not in value else 4
+    return 700 + 4 * len(key) + width * len(value) + 100 * value.count(b",")
+
+
+def _refusal() -> StoreTooLarge:
+    return StoreTooLarge(
+        "the etcds of all jobs hold more than the operator's memory allows, and this one the most: use an etcd without "
+        "other programs' keys below /torchelastic/"
+    )
 
 
 def _but_progress(node: records.NodeRecord) -> records.NodeRecord:

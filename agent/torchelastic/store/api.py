@@ -54,6 +54,8 @@ class StoreSettings:
         version: the version of etcd's API, 2 or 3; None to use 3 if the server has it, and otherwise 2.
         open_socket: opens the socket for an address in the form of ``socket.getaddrinfo``; it may raise OSError to
             refuse the address. None to allow all.
+        received: called with the number of bytes that the store has received and not delivered yet, or with a negative
+            number when these bytes are no longer in memory; it may raise StoreError for a positive number.
     """
 
     endpoints: tuple[str, ...]
@@ -68,6 +70,7 @@ class StoreSettings:
     silence_limit: float = 5.0
     version: int | None = None
     open_socket: Callable[[tuple[Any, ...]], socket.socket] | None = None
+    received: Callable[[int], None] = lambda _size: None
 
 
 def too_large(where: str) -> StoreTooLarge:
@@ -144,6 +147,11 @@ class Entry:
     value: bytes
     create_revision: int
     mod_revision: int
+
+    @property
+    def memory(self) -> int:
+        """The maximum number of bytes in memory: a character of the key takes up to four."""
+        return 400 + 4 * len(self.key) + len(self.value)
 
 
 @dataclass(frozen=True, slots=True)

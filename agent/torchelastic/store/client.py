@@ -143,9 +143,11 @@ async def follow(store: Store, prefix: str) -> AsyncGenerator[Listing | tuple[Ch
                     listing = await store.list(prefix)
                     read = listing.revision
                     yield listing
+                    del listing
                 news = tuple(change for change in batch if change.revision > read)
                 if news or not batch:
                     yield news
+                del batch, news  # while nothing changes, this keeps no message
 
 
 async def follow_forever(

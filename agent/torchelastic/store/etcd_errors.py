@@ -14,6 +14,8 @@ from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavai
 from torchelastic.store.api import too_large
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchelastic.store.api import StoreSettings
 
 MAX_ANSWER: Final = 6 << 20
@@ -32,7 +34,9 @@ _TOKEN_REFUSED: Final = ("invalid auth token", "revision of auth store is old", 
 """etcd's messages about a missing or expired token."""
 
 
-async def read_answer(endpoint: str, response: aiohttp.ClientResponse, *, signs: bytes, limit: int) -> bytearray:
+async def read_answer(
+    endpoint: str, response: aiohttp.ClientResponse, *, signs: bytes, limit: int, received: Callable[[int], None]
+) -> bytearray:
     """Return the body of an answer.
 
     Args:
@@ -40,17 +44,22 @@ async def read_answer(endpoint: str, response: aiohttp.ClientResponse, *, signs:
         response: the answer.
         signs: the characters that begin a value: decoded, a short value takes many times its size.
         limit: the maximum number of these characters.
+        received: see :class:`~torchelastic.store.api.StoreSettings`.
 
     Raises:
         StoreTooLarge: the answer is larger than MAX_ANSWER, or has more values.
     """
     body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        limit -= sum(map(chunk.count, signs))
-        if len(body) > MAX_ANSWER or limit < 0:
-            raise too_large(f"etcd at {endpoint}")
-    return body
+    try:
+        async for chunk in response.content.iter_any():
+            body += chunk
+            received(len(chunk))
+            limit -= sum(map(chunk.count, signs))
+            if len(body) > MAX_ANSWER or limit < 0:
+                raise too_large(f"etcd at {endpoint}")
+        return body
+    finally:
+        received(-len(body))
 
 
 class AddressRefused(OSError):  # noqa: N818 - named like StoreRefused
@@ -63,6 +72,10 @@ def connector(settings: StoreSettings) -> aiohttp.TCPConnector:
         return aiohttp.TCPConnector(limit=0)
     # After the name lookup, so that no name can change its address in between.
     return aiohttp.TCPConnector(limit=0, socket_factory=settings.open_socket)
+
+
+class AddressForbidden(StoreRefused):
+    """The settings forbid the address of the server."""
 
 
 class Unreached(StoreUnavailable):
@@ -141,7 +154,7 @@ def broken(endpoint: str, error: aiohttp.ClientError) -> StoreError:
         reason = str(error).partition("[SSL:")[2].partition("]")[0].strip()
         return StoreRefused(f"the TLS connection to {where} failed: {reason}")
     if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefused):
-        return StoreRefused(f"{where} may not be used: {error.os_error}")
+        return AddressForbidden(f"{where} may not be used: {error.os_error}")
     if isinstance(error, aiohttp.ClientConnectorError):
         state = "cannot be found" if isinstance(error.os_error, socket.gaierror) else "does not answer"
         return Unreached(f"{where} {state}: {_reason(error.os_error)}")

@@ -29,7 +29,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 from urllib.parse import quote, unquote, urlencode
 
 import etcd
@@ -37,7 +37,7 @@ import msgspec
 
 from torchelastic.errors import LeaseLost, StoreError, StoreRefused, StoreUnavailable
 from torchelastic.protocol.keys import KEY_ROOT
-from torchelastic.store.api import MAX_ENTRIES, Change, Entry, Listing
+from torchelastic.store.api import MAX_ENTRIES, Change, Entry, Listing, too_large
 from torchelastic.store.etcd_errors import NotAuthorized, WrongApi, read_answer, unexpected
 from torchelastic.store.etcd_v3 import EtcdServers
 
@@ -60,6 +60,8 @@ _REMOVALS: Final = frozenset({"delete", "expire", "compareAndDelete"})
 
 _NOT_AS_EXPECTED: Final = (etcd.EtcdKeyNotFound, etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist)
 """The errors for a condition of the request that does not hold."""
+
+_Index = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 _KEY_ERROR_CODES: Final = frozenset({100, 101, 105, 401})  # the codes of these errors and of EtcdEventIndexCleared
 _TRANSIENT_CODES: Final = frozenset({300, 301, 400})  # an internal error of Raft, a leader election, a cleared watcher
@@ -90,9 +92,14 @@ class EtcdV2Store:
 
     async def list(self, prefix: str) -> Listing:
         index, nodes = await self._below(prefix)
-        found = ((_key(node.path), node) for node in nodes)
-        entries = (self._entry(key, node) for key, node in found if key is not None and key.startswith(prefix))
-        return Listing(index, tuple(sorted(entries, key=lambda entry: entry.key)), self._cluster_id)
+        if len(nodes) > MAX_ENTRIES:
+            raise too_large(f"etcd at {', '.join(self._settings.endpoints)}")
+        keyed = ((_key(node.path), node) for node in nodes)
+        found = {key: node for key, node in keyed if key is not None and key.startswith(prefix)}
+        for key in [key for key in self._revisions if key.startswith(prefix) and key not in found]:
+            del self._revisions[key]
+        entries = (self._entry(key, node) for key, node in sorted(found.items()))
+        return Listing(index, tuple(entries), self._cluster_id)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         path, text, held = _path(key), _text(value, lease), self._held(lease)
@@ -131,6 +138,8 @@ class EtcdV2Store:
         chosen = lease or secrets.randbits(62) + 1
         while True:
             texts = await self._texts_under(lease) if lease else {}
+            former = self._leases.get(chosen, _Lease())
+            self._settings.received(_memory(texts) - _memory(former.texts))
             self._leases[chosen] = _Lease(ttl, time.monotonic() + ttl, texts)
             with contextlib.suppress(LeaseLost):  # a key was deleted meanwhile
                 await self.keep_alive(chosen)
@@ -177,6 +186,7 @@ class EtcdV2Store:
                         if removed:
                             self._revisions.pop(key, None)
                         yield (Change(key, None if removed else self._entry(key, node), node.mod_revision),)
+                    del answer, node  # while nothing changes, this keeps no message
             except etcd.EtcdWatchTimedOut as quiet:
                 start = max(start, _index_of(quiet) + 1)
             except etcd.EtcdEventIndexCleared:
@@ -282,7 +292,8 @@ class EtcdV2Store:
                 self._cluster_id = headers.get("X-Etcd-Cluster-Id", "")
                 try:
                     async with asyncio.timeout(limit or None):
-                        data = await read_answer(server, response, signs=b"{[,", limit=_VALUES)
+                        received = self._settings.received
+                        data = await read_answer(server, response, signs=b"{[,", limit=_VALUES, received=received)
                 except TimeoutError:
                     raise etcd.EtcdWatchTimedOut(payload={"index": int(headers.get("X-Etcd-Index", 0))}) from None
             try:
@@ -363,13 +374,18 @@ class _Node(NamedTuple):
 def _node(answer: Answer) -> _Node:
     node = (answer.key, answer.value or "", answer.createdIndex, answer.modifiedIndex)
     try:
-        path, text, create_revision, mod_revision = msgspec.convert(node, tuple[str, str, int, int])
+        path, text, create_revision, mod_revision = msgspec.convert(node, tuple[str, str, _Index, _Index])
     except msgspec.ValidationError as error:
         raise WrongApi(f"the server does not answer like etcd's API v2: {error}") from error
     if (stored := _STORED.fullmatch(text)) is None:
         return _Node(path, text, create_revision, mod_revision, "", 0, text.encode("utf-8", "surrogatepass"))
     value = stored["value"].encode("latin-1", "replace")
     return _Node(path, text, create_revision, mod_revision, stored["stamp"], int(stored["lease"], 16), value)
+
+
+def _memory(texts: dict[str, str]) -> int:
+    """Return the maximum number of bytes that strings take in memory: a character takes up to four."""
+    return sum(4 * (len(path) + len(text)) for path, text in texts.items())
 
 
 def _text(value: bytes, lease: int) -> str:

@@ -237,17 +237,23 @@ class EtcdV3Store:
     async def list(self, prefix: str) -> Listing:
         message = {**_below(prefix), "limit": PAGE}
         entries: list[Entry] = []
-        size = 0
-        while True:
-            answer = await self._call("/v3/kv/range", message, idempotent=True)
-            entries += map(_entry, answer.kvs)
-            size += sum(len(kv.key) + len(kv.value) for kv in answer.kvs)
-            if len(entries) > MAX_ENTRIES or size > MAX_LISTED:
-                raise too_large(f"etcd at {', '.join(self._settings.endpoints)}")
-            message.setdefault("revision", answer.header.revision)
-            if not answer.more or not answer.kvs:
-                return Listing(message["revision"], tuple(entries), f"{answer.header.cluster_id:x}")
-            message["key"] = answer.kvs[-1].key + b"\0"
+        size = held = 0
+        try:
+            while True:
+                answer = await self._call("/v3/kv/range", message, idempotent=True)
+                page = [_entry(kv) for kv in answer.kvs]
+                entries += page
+                size += sum(len(kv.key) + len(kv.value) for kv in answer.kvs)
+                if len(entries) > MAX_ENTRIES or size > MAX_LISTED:
+                    raise too_large(f"etcd at {', '.join(self._settings.endpoints)}")
+                held += (taken := sum(each.memory for each in page))
+                self._settings.received(taken)
+                message.setdefault("revision", answer.header.revision)
+                if not answer.more or not answer.kvs:
+                    return Listing(message["revision"], tuple(entries), f"{answer.header.cluster_id:x}")
+                message["key"] = answer.kvs[-1].key + b"\0"
+        finally:
+            self._settings.received(-held)
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
         message = {"key": _encoded(key), "value": value, "lease": lease}
@@ -316,9 +322,11 @@ class EtcdV3Store:
                         changes = tuple(_change(event) for event in answer.events)
                         start = changes[-1].revision + 1
                         yield changes
+                        del changes
                     elif answer.created:
                         start = start or answer.header.revision + 1
                         yield ()
+                    del answer  # a quiet watch keeps no message
 
     async def close(self) -> None:
         await self._servers.close()
@@ -334,7 +342,9 @@ class EtcdV3Store:
 
             response = await self._servers.call(begin, endpoint=server)
             _break_if_peer_stops(response, self._settings.silence_limit)
-            yield _Stream(server, response)
+            stream = _Stream(server, response, self._settings.received)
+            stack.callback(stream.forget)
+            yield stream
 
     async def _revision(self, prefix: str, *, endpoint: str | None = None) -> int:
         """Return the revision of a server that answers and grants access to the keys below the prefix."""
@@ -382,7 +392,7 @@ class EtcdV3Store:
 
     async def _post(self, endpoint: str, path: str, body: bytes) -> bytearray:
         async with self._request(endpoint, path, body) as response:
-            return await read_answer(endpoint, response, signs=b"{", limit=_OBJECTS)
+            return await self._read(endpoint, response)
 
     @contextlib.asynccontextmanager
     async def _request(self, endpoint: str, path: str, body: bytes) -> AsyncGenerator[aiohttp.ClientResponse, None]:
@@ -391,9 +401,12 @@ class EtcdV3Store:
         request = self._servers.request("POST", endpoint, path, body=body, headers=headers)
         async with request as response:
             if response.status != 200:
-                refusal = await read_answer(endpoint, response, signs=b"{", limit=_OBJECTS)
-                raise _refusal(endpoint, path, response.status, refusal)
+                raise _refusal(endpoint, path, response.status, await self._read(endpoint, response))
             yield response
+
+    async def _read(self, endpoint: str, response: aiohttp.ClientResponse) -> bytearray:
+        received = self._settings.received
+        return await read_answer(endpoint, response, signs=b"{", limit=_OBJECTS, received=received)
 
 
 # The gateway encodes 64-bit numbers as strings and bytes as base64, and omits zeros. So every field has a default, and
@@ -443,9 +456,10 @@ class _Answer(Fault, frozen=True):
 class _Stream:
     """The messages of a watch from one server, one on each line."""
 
-    def __init__(self, endpoint: str, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, endpoint: str, response: aiohttp.ClientResponse, received: Callable[[int], None]) -> None:
         self._endpoint = endpoint
         self._response = response
+        self._received = received
         self._pending = bytearray()
 
     async def next(self, limit: float) -> _Answer | None:
@@ -467,10 +481,12 @@ class _Stream:
             if not chunk:
                 raise StoreUnavailable(f"etcd at {self._endpoint} ended the watch")
             self._pending += chunk
+            self._received(len(chunk))
         if self._pending.count(b"{", 0, end) > _OBJECTS:
             raise too_large(f"etcd at {self._endpoint}")
         line = _parse_answer(self._endpoint, self._pending[:end])
         del self._pending[: end + 1]
+        self._received(-end - 1)
         answer = line.result or _Answer()
         fault = line.error if isinstance(line.error, Fault) else None
         if answer.canceled and not answer.compact_revision:
@@ -478,6 +494,11 @@ class _Stream:
         if fault is not None:
             raise refused(f"etcd at {self._endpoint}", fault, transient=answer.canceled)
         return answer
+
+    def forget(self) -> None:
+        """Forget the bytes of an incomplete message."""
+        self._received(-len(self._pending))
+        self._pending.clear()
 
 
 def _parse_answer(endpoint: str, body: bytearray) -> _Answer:

@@ -17,6 +17,7 @@ from elastic_operator.api.json_values import get_dict, get_int, shown
 from elastic_operator.api.spec import (
     NEVER,
     WORKER,
+    current_spec,
     launcher_flags,
     mounted_folders,
     program_is_launcher,
@@ -112,6 +113,14 @@ _LARGEST: Final = 256 << 10
 """Maximum size of a spec in bytes. The status of a job repeats the applied spec, and the operator keeps both for each
 job: twenty of the largest jobs take 10 MiB."""
 
+_SHORT: Final = 2048
+"""Maximum size of a value that is kept of a larger spec, in bytes."""
+
+_TOO_LARGE: Final = (
+    f"the spec is larger than {_LARGEST >> 10} KiB, and the operator keeps it in memory: move long values into a "
+    "ConfigMap, or into the image"
+)
+
 AGENT_TIME: Final = 25.0
 """Seconds that a pod has in addition to notice and grace, to leave the store and to write final messages."""
 
@@ -138,10 +147,15 @@ def _problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:
     yield from _template_problems(spec, worker)
     long = (spec.command, spec.args, spec.env, spec.template, spec.checkpoint.volume)
     if sum(len(json.dumps(each, default=str)) for each in long) > _LARGEST:
-        yield (
-            f"the spec is larger than {_LARGEST >> 10} KiB, and the operator keeps it in memory: move long values "
-            "into a ConfigMap, or into the image"
-        )
+        yield _TOO_LARGE
+
+
+def bounded_spec(spec: Json) -> Json:
+    """Return a spec as it is; of a spec that is too large, only the short values, with which it is invalid too."""
+    if len(json.dumps(spec)) <= _LARGEST:
+        return spec
+    short = {name: value for name, value in current_spec(spec).items() if len(json.dumps(value)) <= _SHORT}
+    return {"minReplicas": 1, "maxReplicas": 1, **short, "unsupportedReason": _TOO_LARGE}
 
 
 def _program_problems(spec: ElasticJobSpec, worker: Json) -> Iterator[str]:

@@ -22,8 +22,9 @@ from elastic_operator.certificates import client_context
 from elastic_operator.errors import ClusterError
 from elastic_operator.kubernetes.client import SECRETS, Api, ApiError, with_hint
 from elastic_operator.kubernetes.etcd_endpoints import EtcdEndpoints
-from elastic_operator.store_mirror import StoreMirror, store_at
-from torchelastic.errors import StoreError, StoreRefused, StoreUnavailable
+from elastic_operator.store_mirror import MemoryBudget, StoreMirror, store_at
+from torchelastic.errors import SettingsError, StoreError, StoreTooLarge
+from torchelastic.store.etcd_errors import AddressForbidden
 from torchelastic.store.etcd_process import AUTHORITY, CERTIFICATE, KEY
 
 if TYPE_CHECKING:
@@ -37,31 +38,31 @@ if TYPE_CHECKING:
     from torchelastic.store.api import StoreSettings
 
 
+class SecretError(StoreError):
+    """The Secret with the certificates for an etcd cannot be read, or has no usable certificates."""
+
+
 def tls_context(secret: Json) -> ssl.SSLContext:
     """Return the context for the certificates in a Secret of a user.
 
     Raises:
-        StoreRefused: the Secret has no usable certificates.
+        SecretError: the Secret has no usable certificates.
     """
     name, files = get_str(secret, "metadata", "name"), dict[str, bytes]()
     for key in (AUTHORITY, CERTIFICATE, KEY):
         try:
             files[key] = base64.b64decode(get_str(secret, "data", key), validate=True)
         except ValueError:
-            raise StoreRefused(f"{key} of the Secret {name} is not base64") from None
+            raise SecretError(f"{key} of the Secret {name} is not base64") from None
     about = f"the Secret {name}, which spec.etcd.tlsSecret names,"
     if not files[AUTHORITY] and not files[CERTIFICATE]:
-        raise StoreRefused(
+        raise SecretError(
             f"{about} has neither {AUTHORITY} nor {CERTIFICATE}: put the certificates for etcd under these names"
-        )
-    if bool(files[CERTIFICATE]) is not bool(files[KEY]):
-        raise StoreRefused(
-            f"{about} has one of {CERTIFICATE} and {KEY} and not the other: a client certificate needs both"
         )
     try:
         return client_context(files)
     except ValueError as error:
-        raise StoreRefused(f"{about} has a {error}") from None
+        raise SecretError(f"{about} has a {error}") from None
 
 
 def _expiry(secret: Json) -> float | None:
@@ -103,8 +104,9 @@ class _Followed:
         expiry: when the first certificate of this Secret expires, in seconds since the epoch; None if unknown.
         available: an event that is set while a connection may succeed.
         away_since: when the etcd became unreachable, a monotonic time; None while it is reachable.
-        error: the last reported reason why the etcd is unreachable; None if none was reported.
-        reported: when ``error`` was reported, a monotonic time.
+        error: why the etcd is unreachable, as reported last on the job; None if nothing was reported.
+        reason: the same as reported in the log.
+        reported: when this was reported, a monotonic time.
     """
 
     key: str
@@ -119,6 +121,7 @@ class _Followed:
     task: asyncio.Task[None] | None = None
     away_since: float | None = None
     error: str | None = None
+    reason: str = ""
     reported: float = 0.0
 
 
@@ -155,6 +158,7 @@ class JobStores:
         self._timeout = timeout
         self._managed_timeout = managed_timeout
         self._expiry_interval = expiry_interval
+        self._budget = MemoryBudget()
         self._tasks = asyncio.TaskGroup()
         self._followed: dict[str, _Followed] = {}
 
@@ -253,27 +257,29 @@ class JobStores:
         """Return a Secret with certificates for etcd.
 
         Raises:
-            StoreRefused: there is no such Secret, or the operator may not read it.
-            StoreUnavailable: the Secret cannot be read now.
+            SecretError: there is no such Secret, or the operator may or can not read it.
         """
         try:
             return await self._api.get(SECRETS, namespace, name)
         except ClusterError as error:
             status = error.status if isinstance(error, ApiError) else 0
             if status == 404:
-                raise StoreRefused(
+                raise SecretError(
                     f"the Secret {name} of spec.etcd.tlsSecret does not exist in the namespace {namespace}: create it"
                 ) from None
             if status == 403:
-                raise StoreRefused(
+                raise SecretError(
                     f"the operator may not read the Secret {name} in the namespace {namespace}: the chart grants this "
                     "right in the namespaces of its value etcd.secretNamespaces"
                 ) from None
-            raise StoreUnavailable(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
+            raise SecretError(f"the Secret {name} with the credentials for etcd cannot be read: {error}") from None
 
     def _start(self, uid: str, key: str, *, external: bool) -> _Followed:
         mirror = StoreMirror(
-            uid, changed=lambda: self._changed(followed), away=lambda error: self._away(followed, error)
+            uid,
+            changed=lambda: self._changed(followed),
+            away=lambda error: self._away(followed, error),
+            budget=self._budget,
         )
         followed = self._followed[uid] = _Followed(key, uid, mirror, external)
         followed.task = self._tasks.create_task(self._follow(followed))
@@ -285,7 +291,7 @@ class JobStores:
                 await followed.mirror.run(lambda: self._settings(followed), followed.available)
             except Exception as defect:
                 logger.exception("%s: an unexpected error while its store was followed", followed.key)
-                self._away(followed, f"an unexpected error: {defect!r}")
+                self._away(followed, StoreError(f"an unexpected error: {defect!r}"))
             await asyncio.sleep(_RESTART_DELAY)
 
     async def _settings(self, followed: _Followed) -> StoreSettings:
@@ -321,10 +327,10 @@ class JobStores:
             followed.away_since = followed.error = None
         self._on_change(followed.key)
 
-    def _away(self, followed: _Followed, error: str) -> None:
+    def _away(self, followed: _Followed, error: StoreError | SettingsError) -> None:
         if not followed.available.is_set():
             return
-        error = with_hint(error)
+        reason = error.message if isinstance(error, StoreError) else str(error)
         now = time.monotonic()
         if followed.away_since is None:
             followed.away_since = now
@@ -332,10 +338,11 @@ class JobStores:
             timeout = self._timeout if followed.external else self._managed_timeout
             due = followed.mirror.paused or now - followed.away_since >= timeout
         else:
-            due = error != followed.error and now - followed.reported >= _REPORT_INTERVAL
-        (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, error)
+            due = reason != followed.reason and now - followed.reported >= _REPORT_INTERVAL
+        (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, reason)
         if due:
-            followed.error, followed.reported = error, now
+            shown = with_hint(reason) if _is_harmless(followed, error) else _unusable(followed)
+            followed.error, followed.reason, followed.reported = shown, reason, now
             self._on_change(followed.key)
 
     @staticmethod
@@ -352,3 +359,23 @@ class JobStores:
             if followed.task is not None:
                 followed.task.cancel()
                 await asyncio.wait([followed.task])
+
+
+def _is_harmless(followed: _Followed, error: StoreError | SettingsError) -> bool:
+    """Return whether the users of a job may see an error.
+
+    The endpoint of an external etcd may be any server. How it answers, or that it does not, would show its open ports.
+    """
+    if isinstance(error, AddressForbidden):  # of several servers, the first ones may have been asked
+        return "," not in followed.endpoint
+    return not followed.external or isinstance(error, SettingsError | SecretError | StoreTooLarge)
+
+
+def _unusable(followed: _Followed) -> str:
+    """Return the same sentence for every failure of the connection to an external etcd."""
+    if followed.expiry is not None and followed.expiry < time.time():
+        return f"a certificate in the Secret {followed.secret}, which spec.etcd.tlsSecret names, has expired: renew it"
+    return (
+        f"etcd at {followed.endpoint} cannot be used: check that it runs, and its address, protocol (http:// or "
+        "https://), certificates and network policies; the operator's log has the reason"
+    )

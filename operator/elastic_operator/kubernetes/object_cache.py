@@ -1,6 +1,7 @@
 """The operator's cache of objects: plain JSON, trimmed, indexed by UID and by owning job.
 
-Jobs are kept as text, because a template takes up to twenty times as much memory as Python objects.
+Jobs are kept as text, because a template takes up to twenty times as much memory as Python objects. Of a spec that is
+too large, only the short values are kept.
 
 Lists, watches and the operator's own writes feed the cache in any order. An older version never overwrites a newer one.
 A tombstone remembers the version at which an object was deleted, so that a late update does not restore the object.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_operator.api.json_values import Json, get_dict, get_int, get_str
 from elastic_operator.api.spec import GROUP, KIND
+from elastic_operator.api.validation import bounded_spec
 from elastic_operator.controller.model import EtcdState, Job, Pod
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS, SERVICES, Resource, with_hint
 from elastic_operator.kubernetes.pod_status import pod_of, true_condition
@@ -204,13 +206,15 @@ def _owner_key(resource: Resource, body: Json) -> tuple[str, str] | None:
 
 def _trimmed(resource: Resource, body: Json) -> Json:
     """Return the object without the parts that take most memory; a pod's state is kept as a :class:`Pod`."""
-    metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
-    if resource == ELASTIC_JOBS:
-        return pack_job({**body, "metadata": metadata})
-    if resource != PODS:
-        return {**body, "metadata": metadata}
-    fields = ("name", "namespace", "uid", "resourceVersion", "ownerReferences")
-    return {"metadata": {name: metadata[name] for name in fields if name in metadata}}
+    metadata = body["metadata"]
+    if resource not in (ELASTIC_JOBS, PODS):
+        return {**body, "metadata": {name: value for name, value in metadata.items() if name != "managedFields"}}
+    others = ("ownerReferences",) if resource == PODS else ("generation", "creationTimestamp", "deletionTimestamp")
+    fields = ("name", "namespace", "uid", "resourceVersion", *others)
+    kept = {name: metadata[name] for name in fields if name in metadata}
+    if resource == PODS:
+        return {"metadata": kept}
+    return pack_job({**body, "metadata": kept, "spec": bounded_spec(get_dict(body, "spec"))})
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from elastic_operator.views.job_view import (
     RoundView,
     RunView,
 )
-from torchelastic.errors import StoreError
+from torchelastic.errors import SettingsError, StoreError
 
 if TYPE_CHECKING:
     import ssl
@@ -453,12 +453,12 @@ class LocalRun:
                 self._emit(JobEvent(Reason.STORE_BACK, "the store can be reached again"))
         self._changed()
 
-    def _on_store_away(self, sentence: str) -> None:
+    def _on_store_away(self, error: StoreError | SettingsError) -> None:
         if self._store_away:
             return
         self._store_away = True
         if self._etcd is None:
-            self._warn(Reason.STORE_AWAY, sentence)
+            self._warn(Reason.STORE_AWAY, error.message if isinstance(error, StoreError) else f"{error}")
         else:  # EtcdProcess reports that the job's own etcd exited
             self._changed()
 

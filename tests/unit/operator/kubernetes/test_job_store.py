@@ -11,9 +11,9 @@ from kubernetes.aio.client import Configuration
 
 from elastic_operator.kubernetes.client import Api
 from elastic_operator.kubernetes.job_store import JobStores
-from elastic_operator.store_mirror import StoreMirror
+from elastic_operator.store_mirror import MemoryBudget, StoreMirror
 from tests.support.certificates import CERTIFICATES
-from torchelastic.errors import StoreError
+from torchelastic.errors import SettingsError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,15 @@ NO_API = Api(Configuration())
 class FakeMirror(StoreMirror):
     """A mirror without a store, for which a test reports errors."""
 
-    def __init__(self, run_id: str, *, changed: Callable[[], None], away: Callable[[str], None]) -> None:
-        super().__init__(run_id, changed=changed, away=away)
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        changed: Callable[[], None],
+        away: Callable[[StoreError | SettingsError], None],
+        budget: MemoryBudget,
+    ) -> None:
+        super().__init__(run_id, changed=changed, away=away, budget=budget)
         self.report = away
 
     async def run(self, settings: SettingsSource, available: asyncio.Event | None) -> None:
@@ -39,7 +46,7 @@ class FakeMirror(StoreMirror):
 
 def fail(mirror: StoreMirror, error: str) -> None:
     assert isinstance(mirror, FakeMirror)
-    mirror.report(error)
+    mirror.report(SettingsError(error))
 
 
 async def test_a_store_is_reported_as_unreachable_only_while_it_should_be_up(
@@ -72,9 +79,9 @@ async def test_an_unexpected_error_while_a_store_is_followed_is_reported(monkeyp
     woken = asyncio.Event()
     async with (
         asyncio.timeout(TIMEOUT),
-        JobStores(NO_API, lambda _key: woken.set(), CERTIFICATES, timeout=0.0) as stores,
+        JobStores(NO_API, lambda _key: woken.set(), CERTIFICATES, managed_timeout=0.0) as stores,
     ):
-        stores.follow("uid", "team/digits", "127.9.9.9:2379", external=True, available=True)
+        stores.follow("uid", "team/digits", "127.9.9.9:2379", external=False, available=True)
         await woken.wait()
         assert stores.error("uid") == "an unexpected error: ZeroDivisionError('a defect')"
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_operator.kubernetes.backend import job_of
 from elastic_operator.kubernetes.client import DEPLOYMENTS, ELASTIC_JOBS, PODS
 from elastic_operator.kubernetes.object_cache import ObjectCache, owner_of, version_of
 from tests.support import cluster_objects
@@ -152,8 +153,42 @@ def uid_of(job: Any) -> str:
     return str(job["metadata"]["uid"])
 
 
+_LONG = "x" * 1_300_000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"minReplicas": 1, "maxReplicas": 3, "suspend": True, "args": [_LONG]}},
+        {"spec": {"minReplicas": 1, "maxReplicas": 3, "suspend": True, "etcd": {"resources": {"limits": _LONG}}}},
+        {
+            "spec": {
+                "minReplicas": 1,
+                "suspend": True,
+                "replicaSpecs": {
+                    "Worker": {"replicas": 3, "template": {"spec": {"containers": [{"name": "w", "args": [_LONG]}]}}}
+                },
+            }
+        },
+        {"metadata": {"annotations": {"note": _LONG}, "labels": {"note": _LONG}}},
+    ],
+)
+def test_a_job_that_is_too_large_takes_little_memory_and_its_spec_is_invalid(
+    recording: RecordingCache, change: dict[str, Any]
+) -> None:
+    body = at_version(cluster_objects.job(), 1, **change.get("metadata", {}))
+    recording.cache.put(ELASTIC_JOBS, {**body, "spec": change.get("spec", body["spec"])})
+    kept = recording.cache.job(KEY)
+    assert kept is not None
+    assert len(json.dumps(kept)) < 10_000
+    job = job_of(kept)
+    if "spec" in change:
+        assert (job.problem or "").startswith("the spec is larger than 256 KiB")
+        assert (job.spec.max_replicas, job.spec.suspend) == (3, True)
+
+
 def test_the_largest_jobs_take_little_more_memory_than_their_text(recording: RecordingCache) -> None:
-    template = {"spec": {f"field{number}": {"a": {}} for number in range(10_000)}}
+    template = {"spec": {f"field{number}": {"a": {}} for number in range(10_000)}}  # nearly 256 KiB
     tracemalloc.start()
     for number in range(20):
         body = a_job(uid=f"uid-{number}", name=f"job-{number}")
