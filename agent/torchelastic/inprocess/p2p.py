@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import importlib
 import logging
@@ -19,6 +20,7 @@ from torchelastic.metrics.api import profile
 from torchelastic.rendezvous.api import RendezvousParameters
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.process_group import InterruptibleProcessGroup
+from torchelastic.training.world import WORLDS, WorldChanged, has_agent
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
@@ -45,6 +47,9 @@ _STRAGGLER: Final = 0.8
 
 class CoordinatorP2P(Coordinator):
     """Forms the worlds of a program whose processes find each other in an etcd.
+
+    Under an agent (``torchelastic-run``, a pod of an ElasticJob), the worlds are those of the agent, as for
+    :func:`torchelastic.elastic`; the arguments are only checked then.
 
     Args:
         c10d_backend: the backend of the process group, such as "gloo"; or one for each kind of device, such as
@@ -80,17 +85,20 @@ class CoordinatorP2P(Coordinator):
         self._max_num_trainers = max_num_trainers
         self._timeout = _milliseconds("process_group_timeout", process_group_timeout)
         self._control_timeout = _milliseconds("coordinator_pg_timeout", coordinator_pg_timeout)
+        self._stopped = False
+        self._steps = 0
+        self._rank = self._world_size = 0
+        self._store: Store
         self._group = InterruptibleProcessGroup()
+        self._of_agent = _AgentWorlds() if has_agent() else None
+        if self._of_agent is not None:
+            return
         try:
             self._handler = ElasticRendezvousHandler(
                 parameters, arrival_timeout=self._timeout.total_seconds(), on_loss=self._group.interrupt
             )
         except SettingsError as error:  # it names the flags of torchelastic-run
             raise SettingsError(re.sub("--rdzv-(conf|endpoint)", "init_method", f"{error}")) from None
-        self._stopped = False
-        self._steps = 0
-        self._rank = self._world_size = 0
-        self._store: Store
 
     @profile()
     def rendezvous_barrier(self) -> tuple[Store, int, int]:
@@ -98,6 +106,9 @@ class CoordinatorP2P(Coordinator):
         self._group.destroy()
         # An optimizer and DistributedDataParallel import this, for seconds. In a new world, the other ranks would wait.
         importlib.import_module("torch._dynamo")
+        if self._of_agent is not None:
+            self._store, self._rank, self._world_size = self._of_agent.enter_next()
+            return self._store, self._rank, self._world_size
         try:
             self._store, self._rank, self._world_size = self._handler.next_rendezvous()
         except RendezvousClosedError as closed:
@@ -112,6 +123,8 @@ class CoordinatorP2P(Coordinator):
     @profile()
     def init_process_group(self) -> None:
         """Create the default process group; and another one with gloo if the default has another backend."""
+        if self._of_agent is not None:
+            return  # rendezvous_barrier() has created it
         self._group.create(
             self._backend,
             self._store,
@@ -125,6 +138,8 @@ class CoordinatorP2P(Coordinator):
     @profile()
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - the interface
         """Return whether nodes wait to join, or the world has changed; always False with ``max_num_trainers`` ranks."""
+        if self._of_agent is not None:
+            return self.any_rank(WORLDS.changed)
         self._group.note_connections()  # sync() and the first step may have created more groups
         if self._world_size >= self._max_num_trainers:
             return False
@@ -151,7 +166,11 @@ class CoordinatorP2P(Coordinator):
     @profile()
     def signal_training_done(self) -> None:
         """Report success, wait a moment for the other ranks to do so, and leave the run."""
+        if self._of_agent is not None:
+            self._of_agent.end()
         self._stopped = True
+        if self._of_agent is not None:
+            return
         self._group.destroy()  # a rank that still trains must not wait for this one
         self._handler.shutdown()
 
@@ -179,6 +198,8 @@ class CoordinatorP2P(Coordinator):
     @profile()
     def on_error(self, error: Exception) -> None:
         """Log the error."""
+        if self._of_agent is not None:
+            self._of_agent.error = error
         logger.warning("rank %d: %s: %s", self._rank, type(error).__name__, f"{error}".partition("\n")[0])
 
     def barrier(self) -> None:
@@ -186,6 +207,44 @@ class CoordinatorP2P(Coordinator):
         import torch.distributed as dist
 
         dist.barrier(group=self._group.control_group)
+
+
+class _AgentWorlds:
+    """The worlds of an agent's worker.
+
+    Attributes:
+        error: the last error of a step or of the change to another world.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._world = contextlib.ExitStack()
+        self._is_first = True
+
+    def enter_next(self) -> tuple[Store, int, int]:
+        """Leave the current world; return the store of the next one, this process's rank, and the number of ranks.
+
+        Raises:
+            RendezvousError: the agent announces no other world, so the agent has to start this process again.
+        """
+        import torch.distributed as dist
+
+        self._world.close()
+        error, self.error = self.error, None
+        if not self._is_first and not ((error is None or WORLDS.explains(error)) and WORLDS.next()):
+            raise RendezvousError("the agent announces no other world") from error
+        self._is_first = False
+        self._world.enter_context(WORLDS.world())
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+        return store, dist.get_rank(), dist.get_world_size()
+
+    def end(self) -> None:
+        """Leave the last world; raise RuntimeError if ranks of another world need the state of this process."""
+        try:
+            WORLDS.end()
+        except WorldChanged:
+            raise RuntimeError("ranks have joined before the end of the training") from None
+        self._world.close()
 
 
 def _backend(name: object) -> str:

@@ -64,13 +64,7 @@ def elastic(
                 if not WORLDS.next():
                     raise RuntimeError("The agent has not announced the next world.") from None
             except RuntimeError as error:
-                if not (WORLDS.changed or _is_communication_error(error)) or not WORLDS.next():
+                if not WORLDS.explains(error) or not WORLDS.next():
                     raise
 
     return train_in_worlds
-
-
-def _is_communication_error(error: RuntimeError) -> bool:
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or "gloo" in f"{error}"

@@ -151,6 +151,12 @@ class Worlds:
                     self._all_ready = self.changed = True
                     self._condition.notify_all()
 
+    def explains(self, error: BaseException) -> bool:
+        """Return whether an error of the program may have been raised because the world is broken."""
+        import torch.distributed as dist
+
+        return self.changed or isinstance(error, dist.DistError) or "gloo" in f"{error}"
+
     def next(self) -> bool:
         """Wait for the next world after a failure or a change; return whether there is one."""
         heartbeat()  # this process does not hang
@@ -224,10 +230,15 @@ class Worlds:
             self._condition.notify_all()
 
 
+def has_agent() -> bool:
+    """Return whether this process is a worker of an agent that announces worlds."""
+    return is_worker() and "TORCHELASTIC_ROUND" in os.environ
+
+
 def _can_stay() -> bool:
     import torch
 
-    return is_worker() and "TORCHELASTIC_ROUND" in os.environ and not torch.cuda.is_available()
+    return has_agent() and not torch.cuda.is_available()
 
 
 WORLDS: Final = Worlds()
