@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import os
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _BUCKET: Final = 16 * 2**20
-"""Number of bytes that one broadcast sends; smaller tensors are sent together."""
+_SMALL: Final = 256 * 2**10
+"""Number of bytes that one broadcast sends, and of a tensor that is sent together with others."""
+
+_CONCURRENT: Final = 8
+"""Number of broadcasts that are under way at the same time."""
 
 
 class Ranks:
@@ -91,16 +96,16 @@ class Ranks:
         import torch
 
         own: dict[str, torch.Tensor] = {}
-        if state is not None:
-            map_tensors(state, lambda tensor, name: own.setdefault(name, tensor))
-        content = io.BytesIO()
+
+        def form_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            own[name] = tensor
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+        form, content = map_tensors(state, form_of), io.BytesIO()
         if self.rank == source:
-            torch.save(
-                map_tensors(state, lambda tensor, _: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")),
-                content,
-            )
+            torch.save(form, content)
         ((size,), *_) = self.gather(content.tell())[source : source + 1]
-        on_host = torch.frombuffer(form := bytearray(content.getvalue() or size), dtype=torch.uint8)
+        on_host = torch.frombuffer(saved := bytearray(content.getvalue() or size), dtype=torch.uint8)
         self._send([data := on_host.to(self._device)], source)
         if self.rank == source:
             self._send((tensor.to(self._device) for tensor in own.values()), source)
@@ -115,7 +120,7 @@ class Ranks:
             received.append(tensor)
             return tensor
 
-        state = map_tensors(torch.load(io.BytesIO(form), weights_only=True), place)
+        state = map_tensors(torch.load(io.BytesIO(saved), weights_only=True), place)
         self._send(received, source)
         return state
 
@@ -124,24 +129,32 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
+        sending: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()  # the tensors must stay in memory
+        bucket = torch.empty(_BUCKET, dtype=torch.uint8, device=self._device)
         small: list[torch.Tensor] = []
+        size = 0
 
         def send_small() -> None:
             if small:
-                dist.broadcast(bucket := torch.cat(small), source, self._group)
+                packed = bucket[:size]
+                if self.rank == source:
+                    torch.cat(small, out=packed)
+                dist.broadcast(packed, source, self._group)
                 if self.rank != source:
-                    parts = bucket.split_with_sizes([len(each) for each in small])
-                    for each, data in zip(small, parts, strict=True):
-                        each.copy_(data)
+                    parts = packed.split_with_sizes([len(each) for each in small])
+                    for each, part in zip(small, parts, strict=True):
+                        each.copy_(part)
                 small.clear()
 
-        size = 0
         for tensor in tensors:
             # Not all backends send tensors of each type.
             data = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            if len(data) > _BUCKET // 16:
+            if len(data) > _SMALL:
                 for start in range(0, len(data), _BUCKET):
-                    dist.broadcast(data[start : start + _BUCKET], source, self._group)
+                    part = data[start : start + _BUCKET]
+                    sending.append((dist.broadcast(part, source, self._group, async_op=True), part))
+                    if len(sending) > _CONCURRENT:
+                        sending.popleft()[0].wait()
                 continue
             if size + len(data) > _BUCKET:
                 send_small()
@@ -149,3 +162,5 @@ class Ranks:
             small.append(data)
             size += len(data)
         send_small()
+        for work, _ in sending:
+            work.wait()
