@@ -121,9 +121,9 @@ class Checkpointer:
     ) -> bool:
         """Begin to write a checkpoint if one is due; all ranks call this after each step.
 
-        The call returns when the state is copied to the memory of the host; a thread writes the copy. While it does, no
-        other checkpoint begins: one that is due begins at the first call after the write. So training never waits for
-        the storage.
+        The call returns when the state is copied to the memory of the host, always to the same memory; a thread writes
+        the copy. While it does, no other checkpoint begins: one that is due begins at the first call after the write.
+        So training never waits for the storage.
 
         Args:
             step: the number of completed steps.

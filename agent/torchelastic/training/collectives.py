@@ -47,7 +47,7 @@ class Ranks:
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            if "nccl" in f"{dist.get_backend_config(group)}":
+            if torch.cuda.is_available() and "nccl" in f"{dist.get_backend_config(group)}":
                 self._device = torch.device("cuda", torch.cuda.current_device())
         elif os.environ.get("WORLD_SIZE", "1") != "1":
             raise SettingsError("The ranks load a checkpoint together: call init_process_group() before load().")
