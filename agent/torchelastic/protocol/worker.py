@@ -122,6 +122,7 @@ class WorkerMessage(_Message, frozen=True):
         changed: hashes of the environment variables that the program had changed before that, by name.
         stays: whether the process continues in the next round; None for no change.
         left_for: the number of the next round, for which the process has left its world.
+        step: the number of steps that are complete when the program begins its first one in the round.
     """
 
     requested_notice: Seconds | None = None
@@ -133,6 +134,7 @@ class WorkerMessage(_Message, frozen=True):
     changed: dict[str, int] = {}
     stays: bool | None = None
     left_for: Number = 0
+    step: Number | None = None
 
 
 class NoticeMessage(_Message, frozen=True, tag="notice"):

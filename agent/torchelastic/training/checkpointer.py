@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import io
 import logging
 import os
 import secrets
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 from torchelastic.errors import SettingsError
 from torchelastic.protocol.pod import Env
 from torchelastic.training.checkpoint_files import CheckpointFiles, CheckpointName
+from torchelastic.training.collectives import Ranks
 from torchelastic.training.connection import blocked_signals
 from torchelastic.training.errors import NonRetryableException
-from torchelastic.training.host_copy import copy_to_host
+from torchelastic.training.nested import HostCopies
 from torchelastic.training.progress import CheckpointReport, report_checkpoint
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 _NONE: Final = CheckpointName(0, -1, 0, "")
 """Stands for no checkpoint: it is older than all others."""
-
-_CHUNK: Final = 64 * 2**20
-"""Number of bytes of a checkpoint that one broadcast sends."""
 
 
 class Checkpointer:
@@ -80,6 +77,7 @@ class Checkpointer:
         self._last_step, self._last_time = 0, time.monotonic()
         self._written_step: int | None = None
         self._writing: threading.Thread | None = None
+        self._copies = HostCopies()
 
     def load(self) -> dict[str, Any] | None:
         """Return the state of the newest checkpoint that any rank can read, on the CPU; None if there is none.
@@ -111,9 +109,9 @@ class Checkpointer:
             self._written_step = None
 
     @contextlib.contextmanager
-    def _join(self) -> Iterator[_Ranks]:
+    def _join(self) -> Iterator[Ranks]:
         self.wait()
-        with _Ranks() as ranks:
+        with Ranks.on_host() as ranks:
             self._rank = ranks.rank
             self._token = self._reserve_token(ranks)
             yield ranks
@@ -123,9 +121,9 @@ class Checkpointer:
     ) -> bool:
         """Begin to write a checkpoint if one is due; all ranks call this after each step.
 
-        The call returns when the state is copied to the memory of the host; a thread writes the copy. While it does, no
-        other checkpoint begins: one that is due begins at the first call after the write. So training never waits for
-        the storage.
+        The call returns when the state is copied to the memory of the host, always to the same memory; a thread writes
+        the copy. While it does, no other checkpoint begins: one that is due begins at the first call after the write.
+        So training never waits for the storage.
 
         Args:
             step: the number of completed steps.
@@ -155,7 +153,7 @@ class Checkpointer:
         if step == self._written_step:
             return False
         report = report_checkpoint()
-        copied = copy_to_host(state() if callable(state) else state, "state")
+        copied = self._copies.copy(state() if callable(state) else state)
         self._last_step, self._last_time = step, time.monotonic()
         name = CheckpointName(self._token, step, self._rank, self._files.folder)
         # Python waits for this thread before it exits.
@@ -197,7 +195,7 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - likewise
             logger.warning("Old checkpoints could not be deleted, and training continues: %s", error)
 
-    def _reserve_token(self, ranks: _Ranks) -> int:
+    def _reserve_token(self, ranks: Ranks) -> int:
         """Agree on a token that is higher than all before, and find out which ranks write."""
         (seen,) = max(ranks.gather(self._files.highest_token()))
         round = os.environ.get("TORCHELASTIC_ROUND", "")
@@ -220,7 +218,7 @@ class Checkpointer:
             logger.warning("No checkpoint can be written, and training continues: %s", error)
         return token
 
-    def _load_newest(self, ranks: _Ranks) -> tuple[int, dict[str, Any] | None]:
+    def _load_newest(self, ranks: Ranks) -> tuple[int, dict[str, Any] | None]:
         """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""
         why = ""
         while True:  # another writer may delete checkpoints meanwhile, so each attempt lists them again
@@ -250,65 +248,10 @@ class Checkpointer:
                 if source is None:
                     continue
                 if len(set(checksums)) > 1:
-                    received = ranks.broadcast(file if ranks.rank == source else None, source)
+                    received = ranks.broadcast(state if ranks.rank == source else None, source)
                     if checksum != checksums[source]:
-                        state = _load(received)
+                        state = received
             return step, state
-
-
-class _Ranks:
-    """The ranks that load together, which exchange data on the CPU; only this process without a process group."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self._group: Any = None
-        self.rank, self._world_size = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
-            self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise SettingsError("The ranks load a checkpoint together: call init_process_group() before load().")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        import torch.distributed as dist
-
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-
-    def gather(self, *values: int) -> list[tuple[int, ...]]:
-        """Return the values that each rank passes, in the order of the ranks."""
-        if self._group is None:
-            return [values]
-        import torch
-        import torch.distributed as dist
-
-        own = torch.tensor(values, dtype=torch.int64)
-        found = [torch.zeros_like(own) for _ in range(self._world_size)]
-        dist.all_gather(found, own, self._group)
-        return [tuple(each.tolist()) for each in found]
-
-    def broadcast(self, file: BinaryIO | None, source: int) -> BinaryIO:
-        """Return the content of the file that the rank `source` passes; the other ranks pass None."""
-        import torch
-        import torch.distributed as dist
-
-        size = file.seek(0, os.SEEK_END) if file is not None else 0
-        ((size,), *_) = self.gather(size)[source : source + 1]
-        received = file or io.BytesIO()
-        received.seek(0)
-        for start in range(0, size, _CHUNK):
-            chunk = bytearray(min(_CHUNK, size - start))
-            if file is not None:
-                chunk[:] = file.read(len(chunk))
-            dist.broadcast(torch.frombuffer(chunk, dtype=torch.uint8), source, self._group)
-            if file is None:
-                received.write(chunk)
-        received.seek(0)
-        return received
 
 
 def _load(file: BinaryIO) -> dict[str, Any]:

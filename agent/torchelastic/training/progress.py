@@ -47,26 +47,35 @@ class CheckpointReport:
             return
         self._written = True
         put_metric("checkpoint.write_latency_ms", (time.perf_counter() - self._clock) * 1000)
-        REPORTER.add("last_checkpoint_at", self._began)
+        REPORTER.add(last_checkpoint_at=self._began)
 
 
-def step() -> None:
+def step(number: int | None = None) -> None:
     """Report the beginning of a training step; call this function for each step, on all ranks.
 
     The first call ends the time that counts as restoring. The time between two calls is measured as
     ``train_step.duration.ms``.
+
+    Args:
+        number: the number of steps that are complete. From the first one of each round, the agent notices ranks that
+            begin the round at different steps.
+
+    Raises:
+        ValueError: the number is negative.
     """
+    if number is not None and number < 0:
+        raise ValueError(f"The number of complete steps must be 0 or more, not {number}.")
     now = time.perf_counter()
     before, REPORTER.step_began = REPORTER.step_began, now
     if not before:
-        REPORTER.first_step()
+        REPORTER.first_step(number=number)
         return
     put_metric("train_step.duration.ms", (now - before) * 1000)
     if REPORTER.has_stepped:
         REPORTER.send()
     else:
         REPORTER.has_stepped = True
-        REPORTER.add("second_step_at", time.time())
+        REPORTER.add(second_step_at=time.time())
 
 
 def report_checkpoint() -> CheckpointReport:
@@ -107,22 +116,23 @@ class ProgressReporter:
         """Forget the steps of the previous round; this process continues in the next one."""
         self.step_began, self.first_step_reported, self.has_stepped = 0.0, False, False
 
-    def first_step(self, *_: object) -> None:
+    def first_step(self, *_: object, number: int | None = None) -> None:
         """Report the first training step; a later call has no effect. This is also a hook of torch's optimizers."""
         if not self.first_step_reported:
             self.first_step_reported = True
-            self.add("first_step_at", time.time())
+            self.add(first_step_at=time.time(), **({} if number is None else {"step": number}))
 
-    def add(self, what: str, when: float) -> None:
+    def add(self, **fields: float) -> None:
         """Report one of the first two steps or a checkpoint to the agent; only the first step on other ranks than 0.
 
         Args:
-            what: ``first_step_at``, ``second_step_at``, or ``last_checkpoint_at``, which replaces an unsent one.
-            when: the time, in seconds since the Unix epoch.
+            fields: of a :class:`WorkerMessage`: ``first_step_at`` and ``step``, ``second_step_at``, or
+                ``last_checkpoint_at``, which replaces an unsent one.
         """
-        if is_worker() and (what == "first_step_at" or os.environ.get("RANK") == "0"):
+        if is_worker() and ("first_step_at" in fields or os.environ.get("RANK") == "0"):
             with self._lock:
-                self._unsent[what] = max(when, self._unsent.get(what, 0.0))
+                for name, value in fields.items():
+                    self._unsent[name] = max(value, self._unsent.get(name, 0))
             self.send()
 
     def send(self, *, at_exit: bool = False) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any, Final
 
+from torchelastic.training.collectives import Ranks
+from torchelastic.training.nested import map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
 from torchelastic.training.world import WORLDS, WorldChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import torch
+    from collections.abc import Mapping
 
     from torchelastic.training.checkpointer import Checkpointer
     from torchelastic.training.sampler import ElasticSampler
 
-_PLAIN: Final = (type(None), bool, int, float, str)
+_PARTIAL: Final = 0
+_INITIAL: Final = 1
+_TRAINED: Final = 2
+"""What a rank has: a part of the state of a rank that was lost while it sent it; its first state; or a trained one."""
 
 
 class TorchState:
@@ -53,8 +55,9 @@ class TorchState:
     commits: int
     _checkpointer: Checkpointer | None
     _values: dict[str, Any]
-    _is_live: bool
+    _kind: int
     _has_stepped: bool
+    _is_at_commit: bool
 
     def __init__(self, *, checkpointer: Checkpointer | None = None, **values: Any) -> None:  # noqa: ANN401 - any kind
         import torch
@@ -63,7 +66,8 @@ class TorchState:
             _check(name, value)
             if hasattr(type(self), name) or name.startswith("_"):
                 raise TypeError(f"{name} cannot be the name of a value of TorchState: choose another one.")
-        self.__dict__.update(commits=0, _checkpointer=checkpointer, _values=values, _is_live=False, _has_stepped=False)
+        self.__dict__.update(commits=0, _checkpointer=checkpointer, _values=values)
+        self.__dict__.update(_kind=_INITIAL, _has_stepped=False, _is_at_commit=False)
         for value in values.values():
             if isinstance(value, torch.optim.Optimizer):
                 value.register_step_post_hook(lambda *_: self.__dict__.update(_has_stepped=True))
@@ -100,8 +104,9 @@ class TorchState:
                 answer_notice()
         heartbeat()
         if WORLDS.changed:
+            self.__dict__["_is_at_commit"] = True
             raise WorldChanged
-        step()
+        step(self.commits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: the number of commits, and the state of each value. Tensors are not copied."""
@@ -130,109 +135,48 @@ class TorchState:
     def restore(self) -> None:
         """Bring all ranks to the same state; all ranks call this together, and :func:`elastic` does.
 
-        The state is that of the rank with the most commits, of those that have trained. If none has, it is the newest
-        checkpoint; without one, the state of rank 0.
-        """
-        import torch.distributed as dist
+        The state is that of the rank with the most commits, of those that have trained; of these, that of a rank that
+        has left its world in :meth:`commit`, not within a step. If none has trained, it is the newest checkpoint;
+        without one, the state of rank 0.
 
+        Nothing is sent if all ranks have left their world in the same commit. In any other case the state is sent, also
+        to ranks with as many commits: their forward passes of the step that is repeated may have changed the buffers
+        of BatchNorm in different ways. If all ranks have begun that step, the buffers see it twice, on all ranks alike.
+
+        Raises:
+            TypeError: a value of the state cannot be sent.
+            RuntimeError: a rank was lost meanwhile.
+        """
+        ranks = Ranks()
         # A rank that failed between the optimizer's step and its commit has parameters of no commit.
-        own = (int(self._is_live), self.commits, int(not self._has_stepped))
-        ranks = _gathered(*own)
-        source = max(range(len(ranks)), key=lambda rank: (ranks[rank], -rank))
-        if ranks[source][0]:
+        own = (self._kind, self.commits, int(not self._has_stepped), int(self._is_at_commit))
+        found = ranks.gather(*own)
+        source = max(range(ranks.size), key=lambda rank: (found[rank], -rank))
+        kind, *_, is_at_commit = found[source]
+        saved = None
+        if kind == _TRAINED:
             if self._checkpointer is not None:
                 self._checkpointer.join()
-            differ = len({*ranks}) > 1
-        else:
-            saved = None if self._checkpointer is None else self._checkpointer.load()
-            if saved is not None:
-                self.load_state_dict(saved)
-            differ = saved is None and len(ranks) > 1
-        if differ:
-            state = broadcast(self.state_dict() if dist.get_rank() == source else None, source)
-            if dist.get_rank() != source:
+        elif self._checkpointer is not None and (saved := self._checkpointer.load()) is not None:
+            self.load_state_dict(saved)
+        elif kind == _PARTIAL:
+            raise RuntimeError("The only rank with the state was lost while it sent it, and there is no checkpoint.")
+        if saved is None and not (is_at_commit and len({*found}) == 1):
+            if ranks.rank != source:
+                self.__dict__.update(_kind=kind if own[:3] == found[source][:3] else _PARTIAL, _is_at_commit=False)
+            state = ranks.broadcast(self.state_dict(), source)
+            if ranks.rank != source:
                 self.load_state_dict(state)
-        self.__dict__.update(_is_live=True, _has_stepped=False)
+        self.__dict__.update(_kind=_TRAINED, _has_stepped=False, _is_at_commit=False)
         if self._checkpointer is not None:
             ask_for_notice()
-        step()
+        step(self.commits)
 
     def save(self) -> None:
         """Save the state if its last commit is not saved, and wait until it is written."""
         if self._checkpointer is not None:
             self._checkpointer.save(self.commits, self.state_dict, force=True)
             self._checkpointer.wait()
-
-
-def broadcast(state: Any, source: int) -> Any:  # noqa: ANN401 - nested dictionaries, lists and tuples
-    """Return the nested values and tensors that one rank passes; the others pass None. All ranks call this together.
-
-    Args:
-        state: dictionaries, lists and tuples of tensors and plain values.
-        source: the rank.
-
-    Returns:
-        The state. On the other ranks, its tensors are those of the group's device.
-    """
-    import torch
-    import torch.distributed as dist
-
-    device = _device()
-    content = io.BytesIO()
-    if dist.get_rank() == source:
-        torch.save(_mapped(state, lambda tensor: tensor.detach().to("meta")), content)
-    size = torch.tensor([content.tell()], device=device)
-    dist.broadcast(size, source)
-    data = torch.frombuffer(bytearray(content.getvalue() or int(size)), dtype=torch.uint8).to(device)
-    dist.broadcast(data, source)
-    if dist.get_rank() == source:
-        _mapped(state, lambda tensor: dist.broadcast(tensor.detach().to(device).contiguous(), source))
-        return state
-    form = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
-
-    def received(tensor: torch.Tensor) -> torch.Tensor:
-        result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        dist.broadcast(result, source)
-        return result
-
-    return _mapped(form, received)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:  # noqa: ANN401 - nested values
-    """Return the value with each tensor replaced by the result of a function, in a fixed order."""
-    import torch
-
-    match value:
-        case torch.Tensor():
-            return change(value)
-        case dict():
-            return {key: _mapped(each, change) for key, each in value.items()}
-        case list() | tuple():
-            return type(value)(_mapped(each, change) for each in value)
-    return value
-
-
-def _gathered(*values: int) -> list[tuple[int, ...]]:
-    """Return the numbers that each rank passes, in the order of the ranks."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [values]
-    own = torch.tensor(values, dtype=torch.int64, device=_device())
-    found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    return [tuple(each.tolist()) for each in found]
-
-
-def _device() -> torch.device:
-    """Return the device of the tensors that the default process group sends."""
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _sampler(value: Any) -> ElasticSampler | None:  # noqa: ANN401 - any value
@@ -264,23 +208,8 @@ def _check(name: str, value: Any) -> None:  # noqa: ANN401 - any value
             f"{name} is a DataLoader without an ElasticSampler, so its position is unknown: pass "
             "DataLoader(dataset, batch_sampler=torchelastic.ElasticSampler(dataset, batch_size=…))."
         )
-    if _loadable(value) is None and (found := next(_not_plain(value), None)) is not None:
-        raise TypeError(
-            f"{name} contains an object of the type {type(found).__name__}, which has no state_dict() and "
-            "load_state_dict(): TorchState cannot save it."
-        )
-
-
-def _not_plain(value: Any) -> Iterator[Any]:  # noqa: ANN401 - any value
-    import torch
-
-    match value:
-        case dict():
-            for key, each in value.items():
-                yield from _not_plain(key)
-                yield from _not_plain(each)
-        case list() | tuple():
-            for each in value:
-                yield from _not_plain(each)
-        case _ if type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
-            yield value
+    if _loadable(value) is None:
+        try:
+            map_tensors(value, lambda tensor, _: tensor, name)
+        except TypeError as error:
+            raise TypeError(f"{error} Or pass an object with state_dict() and load_state_dict().") from None

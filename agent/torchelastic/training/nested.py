@@ -1,0 +1,98 @@
+"""The nested values of a state: dicts, lists, tuples and sets of tensors and plain values.
+
+``torch.load(weights_only=True)`` can load them.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    import torch
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_MAPPINGS: Final = (dict, collections.OrderedDict, collections.Counter)
+
+
+def map_tensors(
+    value: Any,  # noqa: ANN401 - nested values
+    change: Callable[[torch.Tensor, str], torch.Tensor],
+    name: str = "state",
+) -> Any:  # noqa: ANN401 - likewise
+    """Return a copy of nested values with each tensor replaced, in a fixed order.
+
+    Args:
+        value: the values.
+        change: a function that gets a tensor and its name, such as ``state['weight']``, and returns another tensor. It
+            is called once for a tensor that occurs several times, such as a weight that layers share.
+        name: the name of the values.
+
+    Raises:
+        TypeError: a value could not be loaded again; the message has its name.
+    """
+    import torch
+
+    changed: dict[Hashable, torch.Tensor] = {}
+
+    def mapped(value: Any, name: str) -> Any:  # noqa: ANN401 - likewise
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            plain = value.detach()
+            if type(plain) is not torch.Tensor or plain.layout != torch.strided or plain.is_quantized:
+                what = kind.__name__ if type(plain) is not torch.Tensor else "sparse or quantized tensor"
+                raise TypeError(f"{name} is a {what}: save tensors of this kind with torch.distributed.checkpoint.")
+            key = (plain.data_ptr() or id(value), plain.shape, plain.stride(), plain.dtype, plain.device)
+            if key not in changed:
+                changed[key] = change(plain, name)
+            return changed[key]
+        if kind in (*_PLAIN, torch.Size, torch.device, torch.dtype):
+            return value
+        if kind in _MAPPINGS:
+            copied = copy.copy(value)  # keeps the attributes of a module's state_dict()
+            for key, item in value.items():
+                if type(key) not in _PLAIN:
+                    raise TypeError(f"{name} has the key {key!r}, which a checkpoint cannot contain: use str or int.")
+                copied[key] = mapped(item, f"{name}[{key!r}]")
+            return copied
+        if kind in (list, tuple, set):
+            return kind(mapped(item, f"{name}[{position}]") for position, item in enumerate(value))
+        raise TypeError(
+            f"{name} is a {kind.__qualname__}, which a checkpoint cannot contain: use tensors and plain values."
+        )
+
+    return mapped(value, name)
+
+
+class HostCopies:
+    """Copies states to the memory of the host, each time to the same memory: new memory takes much longer to write."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, state: Any) -> Any:  # noqa: ANN401 - nested values
+        """Return a copy, which the next call overwrites.
+
+        Raises:
+            TypeError: the state could not be loaded again; the message names the value.
+        """
+        import torch
+
+        buffers, self._buffers = self._buffers, {}
+
+        def copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            buffer = buffers.get(name)
+            if buffer is None or not is_alike(buffer, tensor):
+                buffer = torch.empty_like(tensor, device="cpu")
+            self._buffers[name] = buffer.copy_(tensor)
+            return buffer
+
+        return map_tensors(state, copied)
+
+
+def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and type, and the same order in memory."""
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
