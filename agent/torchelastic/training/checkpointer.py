@@ -91,6 +91,7 @@ class Checkpointer:
             SettingsError: this process is one of several, and there is no process group.
             OSError: the folder cannot be read.
         """
+        self.wait()
         with self._join() as ranks:
             step, state = self._load_newest(ranks)
         self._last_step, self._last_time, self._written_step = max(step, 0), time.monotonic(), None
@@ -110,7 +111,6 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[Ranks]:
-        self.wait()
         with Ranks.on_host() as ranks:
             self._rank = ranks.rank
             self._token = self._reserve_token(ranks)

@@ -124,13 +124,31 @@ class TorchState:
                 f"the saved state and TorchState differ in {', '.join(different)}: start with another folder for "
                 "checkpoints, or pass the same values."
             )
+        self._load(values)
+        self.__dict__["commits"] = state["commits"]
+
+    def _load(self, values: Mapping[str, Any], **arguments: bool) -> None:
+        import torch
+
         for name, saved in values.items():
             value = self._values[name]
             if (loadable := _loadable(value)) is not None:
-                loadable.load_state_dict(saved)
+                loadable.load_state_dict(saved, **(arguments if isinstance(value, torch.nn.Module) else {}))
             else:
                 self._values[name] = saved
-        self.__dict__["commits"] = state["commits"]
+
+    def _changed_by_forward(self) -> dict[str, Any]:
+        """Return what a step may change before the optimizer's step: all but parameters and the optimizers' states."""
+        import torch
+
+        values: dict[str, Any] = {}
+        for name, value in self._values.items():
+            if isinstance(value, torch.nn.Module):
+                parameters = {each for each, _ in value.named_parameters(remove_duplicate=False)}
+                values[name] = {each: saved for each, saved in value.state_dict().items() if each not in parameters}
+            elif not isinstance(value, torch.optim.Optimizer):
+                values[name] = _saved(value)
+        return values
 
     def restore(self) -> None:
         """Bring all ranks to the same state; all ranks call this together, and :func:`elastic` does.
@@ -139,9 +157,10 @@ class TorchState:
         has left its world in :meth:`commit`, not within a step. If none has trained, it is the newest checkpoint;
         without one, the state of rank 0.
 
-        Nothing is sent if all ranks have left their world in the same commit. In any other case the state is sent, also
-        to ranks with as many commits: their forward passes of the step that is repeated may have changed the buffers
-        of BatchNorm in different ways. If all ranks have begun that step, the buffers see it twice, on all ranks alike.
+        Nothing is sent if all ranks have left their world in the same commit. If all ranks have as many commits, the
+        parameters and the optimizers' states are not sent. The rest is: the forward passes of the step that is repeated
+        may have changed the buffers of BatchNorm in different ways. If all ranks have begun that step, the buffers see
+        it twice, on all ranks alike. In any other case, the whole state is sent.
 
         Raises:
             TypeError: a value of the state cannot be sent.
@@ -152,9 +171,11 @@ class TorchState:
         own = (self._kind, self.commits, int(not self._has_stepped), int(self._is_at_commit))
         found = ranks.gather(*own)
         source = max(range(ranks.size), key=lambda rank: (found[rank], -rank))
-        kind, *_, is_at_commit = found[source]
+        kind, _, has_whole_step, is_at_commit = found[source]
         saved = None
         if kind == _TRAINED:
+            if self._checkpointer is not None:
+                ask_for_notice()
             if self._checkpointer is not None:
                 self._checkpointer.join()
         elif self._checkpointer is not None and (saved := self._checkpointer.load()) is not None:
@@ -164,8 +185,11 @@ class TorchState:
         if saved is None and not (is_at_commit and len({*found}) == 1):
             if ranks.rank != source:
                 self.__dict__.update(_kind=kind if own[:3] == found[source][:3] else _PARTIAL, _is_at_commit=False)
-            state = ranks.broadcast(self.state_dict(), source)
-            if ranks.rank != source:
+            is_alike = kind == _TRAINED and has_whole_step == 1 and len({each[:3] for each in found}) == 1
+            state = ranks.broadcast(self._changed_by_forward() if is_alike else self.state_dict(), source)
+            if ranks.rank != source and is_alike:
+                self._load(state, strict=False)
+            elif ranks.rank != source:
                 self.load_state_dict(state)
         self.__dict__.update(_kind=_TRAINED, _has_stepped=False, _is_at_commit=False)
         if self._checkpointer is not None:
