@@ -41,6 +41,9 @@ WORKERS: Final = 2
 
 FAULTS: Final = ("worker killed", "agent killed", "agent leaves", "third agent", "etcd killed")
 
+_POLL: Final = 0.2
+"""Seconds between two looks at the steps; more looks would disturb the training."""
+
 _DOWN: Final = 1.0
 """Seconds until an agent that was killed or has left is started again, or etcd."""
 
@@ -106,11 +109,10 @@ class Storm:
             TimeoutError: it is not within the limit.
         """
         since = time.monotonic()
-
-        def is_new() -> bool:
-            return any(at > since and world == size for at, _, world in self.steps()[-1:])
-
-        await until(is_new, self.limit, f"no step of {size} ranks")
+        while not any(at > since and world == size for at, _, world in self.steps()[-1:]):
+            if time.monotonic() > since + self.limit:
+                raise TimeoutError(f"no step of {size} ranks within {self.limit:g} s")
+            await asyncio.sleep(_POLL)
 
     async def stop(self, name: str, number: signal.Signals) -> None:
         """End an agent with a signal, and wait until it has exited.
