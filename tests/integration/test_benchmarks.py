@@ -87,6 +87,7 @@ def test_a_seed_selects_the_faults() -> None:
         ("memory", "--settle=0", "PSS of an agent and 4 workers"),
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
         ("first_step", "--limit=120 --only=run", "elasticjob run digits.yaml"),
+        ("training", "--limit=120 --settle=0 --only=kill --only=commit --ranks=3 --baselines", "TorchState.commit()"),
         ("launcher", "--limit=120 --only=launch --only=killed --baselines", "second launch in one program"),
     ],
 )
@@ -101,6 +102,12 @@ def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, 
     for row in document.get("next training step and agents' share", ()):
         assert 0 < row["agents' share (s)"] < row["next training step (s)"]
         assert {"agents' share, ratio", "next training step, ratio"} <= row.keys()
+
+
+def test_training_continues_through_random_faults(scratch: Path) -> None:
+    report = measured(scratch, command("storm", "--json", "--minutes=0.2", "--interval=5", "--limit=120", "--seed=1"))
+    assert {row["program"] for row in report["goodput"]} == {"in place", "with restarts"}
+    assert all(0 < row["goodput"] < 1.1 and row["faults"] for row in report["goodput"]), report["goodput"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -1,0 +1,1 @@
+"""The benchmark of training that continues when its world changes."""
