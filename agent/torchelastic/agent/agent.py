@@ -278,6 +278,7 @@ class Agent:
         with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
             environments = self._environments_in(round, stands_by=stands_by)
         if round.members and not takes_part and not stands_by:
+            await self._socket.leave_world(self._settings.rejoin_timeout)
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
             await self._stop_workers(self._settings.stop_timeout, stays=True)
@@ -501,6 +502,9 @@ class Agent:
                 async with asyncio.timeout(left):
                     event = await self._events.get()
                 if self._ends_leaving(event):
+                    if isinstance(event, RoundStarted):
+                        leaving = self._socket.leave_world(self._settings.rejoin_timeout)
+                        await self._signals.run_until_second_signal(leaving)
                     break
         await self._stop_workers(self._settings.shutdown_timeout, number)
         self._metrics.workers_changed("stopped")

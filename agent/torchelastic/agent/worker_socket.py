@@ -50,6 +50,7 @@ class _Process:
         seconds: the seconds of notice that it asks for.
         answered: the last notice that it answered.
         stays: whether it continues in the next round.
+        waits: whether it has left its world, and waits for the next one.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class _Process:
     seconds: float = 0.0
     answered: int = 0
     stays: bool = False
+    waits: bool = False
 
     def send(self, message: NoticeMessage | RoundAnswer | WorldMessage) -> None:
         if not self.writer.is_closing():
@@ -107,6 +109,7 @@ class WorkerSocket:
         self._count = 0
         self._leaders_notice = 0
         self._leaving = False
+        self._left = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
 
@@ -142,6 +145,17 @@ class WorkerSocket:
             process.send(WorldMessage())
         return bool(staying)
 
+    async def leave_world(self, seconds: float) -> None:
+        """Tell the workers that stay to leave their world after a step; wait until they have, or for some seconds."""
+        for process in self._processes:
+            if process.stays:
+                process.send(WorldMessage(planned=True))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(process.stays and not process.waits for process in self._processes):
+                    self._left.clear()
+                    await self._left.wait()
+
     def begin(self, round: RoundRecord, environments: Mapping[int, dict[str, str]]) -> None:
         """Start a round: disconnect the workers of the previous round, except those that stay.
 
@@ -164,7 +178,7 @@ class WorkerSocket:
         for process in [*self._processes]:
             if process.stays and process.rank in environments:
                 environment = environments[process.rank]
-                process.rank = int(environment["RANK"])
+                process.rank, process.waits = int(environment["RANK"]), False
                 process.send(WorldMessage(environment=environment, planned=planned))
             elif process.stays and not round.members:
                 process.send(WorldMessage(planned=planned))
@@ -269,6 +283,7 @@ class WorkerSocket:
             writer.close()
             if process in self._processes:
                 self._processes.discard(process)
+                self._left.set()
                 self.changed()
 
     def _take(self, message: WorkerMessage, process: _Process) -> None:
@@ -286,6 +301,9 @@ class WorkerSocket:
         if message.stays is not None and message.stays is not process.stays:
             process.stays = message.stays
             self.changed()
+        if message.waits:
+            process.waits = True
+            self._left.set()
         if message.left_for == self._round:
             self.expected.discard(process.rank)
         if message.imported:

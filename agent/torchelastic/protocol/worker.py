@@ -121,6 +121,7 @@ class WorkerMessage(_Message, frozen=True):
         imported: an installed module that the program imports.
         changed: hashes of the environment variables that the program had changed before that, by name.
         stays: whether the process continues in the next round; None for no change.
+        waits: whether the process has left its world, and waits for the next one.
         left_for: the number of the next round, for which the process has left its world.
         step: the number of steps that are complete when the program begins its first one in the round.
     """
@@ -133,6 +134,7 @@ class WorkerMessage(_Message, frozen=True):
     imported: str = ""
     changed: dict[str, int] = {}
     stays: bool | None = None
+    waits: bool = False
     left_for: Number = 0
     step: Number | None = None
 

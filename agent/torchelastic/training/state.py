@@ -103,7 +103,7 @@ class TorchState:
                 self._checkpointer.wait()
                 answer_notice()
         heartbeat()
-        if WORLDS.changed:
+        if WORLDS.changes_at_commit():
             self.__dict__["_is_at_commit"] = True
             raise WorldChanged
         step(self.commits)

@@ -45,6 +45,9 @@ _READY: Final = "torchelastic/ready"
 _ALL_READY: Final = "torchelastic/all ready"
 """The keys in the TCPStore that count the starting ranks that are ready to train, and that the last of them sets."""
 
+_LAST_COMMIT: Final = "last commit"
+"""The key of a world's store with the number of the commit at which all ranks leave it."""
+
 _LOSS_TIMEOUT: Final = 2.0
 """Seconds to learn at the end of the training that a rank was lost; else, the other ranks have just ended."""
 
@@ -78,6 +81,8 @@ class Worlds:
         self.is_whole = True
         self._place: tuple[int, int] | None = None  # the rank and the world size in the round
         self._formed = 0  # number of worlds with these ranks
+        self._commits = 0  # in this world
+        self._is_planned = True  # whether the ranks of the world still run
         self._announced = False  # whether this rank was counted as ready
         self._all_ready = False  # whether the ranks that the world lacks are ready
         self._broken = False
@@ -140,8 +145,9 @@ class Worlds:
             size -= len(starting)
             os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
         self._formed += 1
-        own = PrefixStore(f"torchelastic/{'all' if self.is_whole else 'staying'}/{self._formed}", store)
-        self._group.create("gloo", own, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
+        self._store = PrefixStore(f"torchelastic/{'all' if self.is_whole else 'staying'}/{self._formed}", store)
+        self._commits = 0
+        self._group.create("gloo", self._store, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
 
     def _wait_for_starting(self, host: str, port: int, place: tuple[int, int]) -> None:
         with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
@@ -150,6 +156,21 @@ class Worlds:
                 if self._place is place:
                     self._all_ready = self.changed = True
                     self._condition.notify_all()
+
+    def changes_at_commit(self) -> bool:
+        """Return whether the world changes now; all ranks call this at the end of each step.
+
+        The first rank that knows of a planned change chooses the end of the next step. So all ranks leave their world
+        after the same step, and none waits for another one in a step that has to be repeated.
+        """
+        self._commits += 1
+        if not (self.changed and self._is_planned):
+            return self.changed
+        try:
+            last = self._store.compare_set(_LAST_COMMIT, "", f"{self._commits + 1}")
+        except RuntimeError:  # the TCPStore has ended
+            return True
+        return self._commits >= int(last)
 
     def explains(self, error: BaseException) -> bool:
         """Return whether an error of the program may have been raised because the world is broken."""
@@ -160,6 +181,8 @@ class Worlds:
     def next(self) -> bool:
         """Wait for the next world after a failure or a change; return whether there is one."""
         heartbeat()  # this process does not hang
+        if self._stays and not self._is_joined_by_others():
+            AGENT_CONNECTION.send(WorkerMessage(waits=True))
         with self._condition:
             if not self._stays:
                 return False
@@ -175,7 +198,7 @@ class Worlds:
                     return False
                 rank, size = self._place
                 os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
-                self.changed, self.is_whole, self._formed = False, True, 0
+                self.changed, self.is_whole, self._is_planned, self._formed = False, True, True, 0
                 return True
             for name in (STARTING_RANKS, STANDBY):
                 os.environ.pop(name, None)
@@ -221,6 +244,7 @@ class Worlds:
             self._next = message.environment
             self._broken |= not message.environment
             if not message.planned:
+                self._is_planned = False
                 self._group.interrupt()  # before the next world is formed
             self._condition.notify_all()
 

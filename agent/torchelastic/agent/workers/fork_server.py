@@ -193,13 +193,18 @@ class ForkServer:
         self._complete_until = asyncio.get_running_loop().time() + _IMPORT_WAIT
         await self._until_complete()
 
-    async def fork(self, count: int) -> list[ForkedProcess]:
+    async def fork(self, count: int, *, complete: bool = True) -> list[ForkedProcess]:
         """Return processes that wait for their task: spare processes, and new ones if there are too few.
+
+        Args:
+            count: the number of processes.
+            complete: whether the processes need the modules that workers import.
 
         Raises:
             StartError: no process can be forked.
         """
-        await self._until_complete()
+        if complete:
+            await self._until_complete()
         taken = self._take_spares(count)
         try:
             if len(taken) < count:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torchelastic.agent.worker_output import OutputConsumer, WorkerOutput
-    from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
     from torchelastic.metrics.worker_collector import WorkerCollector, WorkerMetricMemory
@@ -386,6 +385,10 @@ class Workers:
         if self.metrics is not None:
             memories = self.metrics.begin(dict(enumerate(ranks)), staying=stay)
         with contextlib.ExitStack() as stack:
+            store = None
+            if listener is not None:  # the TCPStore begins first, because workers that stay wait for it already
+                store = await self._start_tcp_store(listener)
+                stack.callback(store.signal, signal.SIGKILL)
             outputs: list[WorkerOutput] = []
             variables: dict[int, dict[str, str]] = {}
             files: dict[int, Path] = {}
@@ -399,7 +402,7 @@ class Workers:
                     variables[local_rank] = self._environment(
                         local_rank, own[local_rank], output, memories.get(local_rank), files.get(local_rank)
                     )
-                children = await self._fork(variables, outputs, listener)
+                children = await self._fork(variables, outputs)
             except OSError as error:
                 where = f"{error.filename}: " if error.filename else ""
                 raise StartError(f"no worker can be started: {where}{error.strerror}") from None
@@ -407,7 +410,6 @@ class Workers:
                 for output in outputs:
                     output.close_descriptors()
             stack.pop_all()
-        store = children.pop() if listener is not None else None
         for local_rank, child, output in zip(new, children, outputs, strict=True):
             if local_rank in memories:
                 memory = memories[local_rank]
@@ -444,15 +446,12 @@ class Workers:
         self,
         environments: Mapping[int, dict[str, str]],
         outputs: Sequence[WorkerOutput],
-        listener: socket.socket | None,
     ) -> list[Child]:
-        """Start a process for each local rank's environment and output, and one for the TCPStore."""
-        processes = await self.fork_server.fork(len(environments) + (listener is not None))
+        """Start a process for each local rank's environment and output."""
+        processes = await self.fork_server.fork(len(environments)) if environments else []
         try:
-            if listener is not None:  # the TCPStore begins first, because the workers wait for it
-                _serve_tcp_store(processes[-1], listener)
             for process, (local_rank, environment), output in zip(
-                processes, environments.items(), outputs, strict=False
+                processes, environments.items(), outputs, strict=True
             ):
                 task, content = self._task_of(environment)
                 if mode := self._settings.numa_binding:
@@ -466,6 +465,20 @@ class Workers:
             for process in processes:
                 process.connection.close()
         return [process.child for process in processes]
+
+    async def _start_tcp_store(self, listener: socket.socket) -> Child:
+        (process,) = await self.fork_server.fork(1, complete=False)
+        try:
+            listener.listen()
+            host, port = listener.getsockname()[:2]
+            local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+            process.begin("tcp_store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
+        except OSError as error:
+            process.child.signal(signal.SIGKILL)
+            raise StartError(f"the round's TCPStore cannot be started: {error.strerror}") from None
+        finally:
+            process.connection.close()
+        return process.child
 
     def _task_of(self, environment: Mapping[str, str]) -> tuple[str, dict[str, object]]:
         """Return the task of a worker with this environment, and the arguments of the task."""
@@ -484,13 +497,6 @@ class Workers:
 def _debugger() -> ModuleType | None:
     """Return the module of debugpy that adds the debugger to a command, if debugpy debugs new processes; else None."""
     return None if os.posix_spawn is posix.posix_spawn else sys.modules.get("_pydev_bundle.pydev_monkey")
-
-
-def _serve_tcp_store(process: ForkedProcess, listener: socket.socket) -> None:
-    listener.listen()
-    host, port = listener.getsockname()[:2]
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    process.begin("tcp_store", {"host": local, "port": port}, {1: 2, 2: 2}, [listener.fileno()])
 
 
 def _reason_to_execute(program: Program, tree: ast.Module, environment: Mapping[str, str]) -> str:
