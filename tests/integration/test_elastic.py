@@ -256,6 +256,16 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
             assert "round 3: started no rank of a world of 2; rank 1 stays" in spare.output
 
 
+async def test_ranks_that_begin_at_different_steps_are_a_warning(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(
+        "import os\nimport torchelastic\n"
+        "for step in range(int(os.environ['RANK']) * 20, 60):\n    torchelastic.step(step)\n"
+    )
+    async with AgentProcess("--standalone", "--nproc-per-node=3", program) as agent:
+        assert await agent.code() == 0
+    assert "round 1: the ranks began at different steps, from 0 to 40, so they do not train the same" in agent.output
+
+
 async def test_an_error_of_the_program_is_raised_at_once(program: Path, tmp_path: Path) -> None:
     async with AgentProcess(
         "--standalone", "--max-restarts=0", "--nproc-per-node=2", program, tmp_path, "wrong"

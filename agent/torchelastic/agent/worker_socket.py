@@ -101,6 +101,7 @@ class WorkerSocket:
         self._began = 0.0
         self._first_step = self._last_checkpoint = 0.0  # in seconds since the Unix epoch
         self._has_stepped = False
+        self._first_steps: set[int] = set()
         self._processes: set[_Process] = set()
         self.expected: set[int] = set()
         self._reporting = {0}
@@ -169,6 +170,7 @@ class WorkerSocket:
         self._began = time.time()
         self._first_step = self._last_checkpoint = 0.0
         self._has_stepped = False
+        self._first_steps = set()
         self._leaders_notice = 0
         self._notice = None
         # If rank 0 starts, the lowest rank that stays trains meanwhile.
@@ -298,6 +300,18 @@ class WorkerSocket:
             process.answered = message.answered_notice
         if message.requested_notice is not None or message.answered_notice is not None:
             self.changed()
+        self._note_world(message, process)
+        if message.imported:
+            self.imported(message.imported, message.changed)
+        if message.first_step_at >= self._began:
+            self.stepped(process.rank)
+            if message.step is not None and not process.stays:  # those that stay take the state of one of them
+                self._first_steps.add(message.step)
+                self.node.report(self._round, first_steps=(min(self._first_steps), max(self._first_steps)))
+        if process.rank in self._reporting:
+            self._report_progress(message)
+
+    def _note_world(self, message: WorkerMessage, process: _Process) -> None:
         if message.stays is not None and message.stays is not process.stays:
             process.stays = message.stays
             self.changed()
@@ -306,12 +320,6 @@ class WorkerSocket:
             self._left.set()
         if message.left_for == self._round:
             self.expected.discard(process.rank)
-        if message.imported:
-            self.imported(message.imported, message.changed)
-        if message.first_step_at >= self._began:
-            self.stepped(process.rank)
-        if process.rank in self._reporting:
-            self._report_progress(message)
 
     def _report_progress(self, message: WorkerMessage) -> None:
         """Report the first step and the last checkpoint; times before the start of the round are ignored."""

@@ -374,6 +374,8 @@ class NodeRecord(VersionedRecord, frozen=True):
         last_checkpoint_at: when the write of the last checkpoint in ``round`` began; 0 if unknown. Reported by rank 0.
         starting: whether the node cannot start workers yet; it is not in a round before it can.
         staying: the local ranks of the workers in ``round`` that continue in the next round.
+        first_steps: the lowest and the highest number of complete steps with which workers began ``round``; empty if
+            the program does not report them.
     """
 
     name: _Name
@@ -400,6 +402,7 @@ class NodeRecord(VersionedRecord, frozen=True):
     last_checkpoint_at: Time = 0.0
     starting: bool = False
     staying: tuple[Count, ...] = ()
+    first_steps: tuple[Number, ...] = ()
 
 
 class PastRound(_Record, frozen=True):
@@ -418,6 +421,8 @@ class PastRound(_Record, frozen=True):
         started_at: when the round's workers were started; 0 if unknown.
         first_step_at: when the program began its first step in the round; 0 if unknown.
         staying: the number of workers that continued from the round before.
+        first_steps: the lowest and the highest number of complete steps with which workers began the round, if they
+            differ, so that the workers do not train the same model; else empty.
     """
 
     number: Number
@@ -432,6 +437,7 @@ class PastRound(_Record, frozen=True):
     started_at: Time = 0.0
     first_step_at: Time = 0.0
     staying: Count = 0
+    first_steps: tuple[Number, ...] = ()
 
 
 HISTORY_LIMIT: Final = 200

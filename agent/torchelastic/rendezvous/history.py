@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -72,6 +72,7 @@ class _RoundTimes:
     first_step: float = 0.0
     last_checkpoint: float = 0.0
     ended: float = 0.0
+    first_steps: frozenset[int] = frozenset()
 
 
 def steady_clock() -> Callable[[], float]:
@@ -165,9 +166,28 @@ class History:
         self._note_in_round(first_step_at=times.first_step)
         return True
 
-    def _note_in_round(self, **times: float) -> None:
+    def note_first_steps(self, record: NodeRecord) -> tuple[int, ...]:
+        """Note the steps at which a node's workers began the round.
+
+        Returns:
+            The lowest and the highest one of all nodes if they differ, and have changed; else nothing.
+        """
+        times, before = self._round, self._round.first_steps
+        if record.round != times.number:
+            return ()
+        times.first_steps = before.union(record.first_steps)
+        if times.first_steps == before or len(times.first_steps) == 1:
+            return ()
+        steps = min(times.first_steps), max(times.first_steps)
+        times.first_steps = frozenset(steps)
+        if times.first_steps == before:
+            return ()
+        self._note_in_round(first_steps=steps)
+        return steps
+
+    def _note_in_round(self, **changes: Any) -> None:  # noqa: ANN401 - any field of the round
         if (past := self._rounds.get(self._round.number)) is not None:
-            self._rounds[past.number] = msgspec.structs.replace(past, **times)
+            self._rounds[past.number] = msgspec.structs.replace(past, **changes)
 
     # -- records of other nodes
 

@@ -149,6 +149,13 @@ class Leader:
         peer = self.membership.peers.get(node)
         if peer is not None and self._history.note_progress(peer.record):
             self.history_writer.notify()
+        if peer is not None and (steps := self._history.note_first_steps(peer.record)):
+            logger.warning(
+                "round %d: the ranks began at different steps, from %d to %d, so they do not train the same model: let "
+                "all ranks load the same checkpoint, as torchelastic.Checkpointer does",
+                *(peer.record.round, *steps),
+            )
+            self.history_writer.notify()
         if newcomer is not None and not newcomer.answers:
             self._start(self._until_connected(node))
 

@@ -295,6 +295,18 @@ def test_a_round_has_its_cause_and_long_texts_are_shortened() -> None:
     assert third.failure is None, "an earlier failure is not the cause of this round"
 
 
+def test_a_round_whose_ranks_began_at_different_steps_is_marked() -> None:
+    history = History(CREATED, clock=Clock())
+    history.note_round(round(1))
+    record = NodeRecord(name="a", address="10.0.0.1", workers=2, size=SizeRecord(min=1, max=2), round=1)
+    found = [
+        history.note_first_steps(msgspec.structs.replace(record, first_steps=steps, round=number))
+        for steps, number in [((), 1), ((20, 20), 1), ((0, 0), 0), ((20, 120), 1), ((20, 120), 1), ((0, 20), 1)]
+    ]
+    assert found == [(), (), (), (20, 120), (), (0, 120)]
+    assert [each.first_steps for each in history.record().rounds] == [(0, 120)]
+
+
 def test_a_long_history_keeps_its_first_and_last_rounds() -> None:
     first, successor = (History(CREATED, clock=Clock(0.0)) for _ in range(2))
     for number in range(1, HISTORY_LIMIT + 51):
