@@ -358,7 +358,7 @@ class Agent:
             lambda exit_: self._events.put_nowait(WorkerEnded(round, exit_)),
             began.tcp_store_listener,
             staying,
-            break_world=self._socket.break_world,
+            worker_socket=self._socket,
             none_hangs=partial(self._none_hangs, round),
             standby=standby,
         )

@@ -139,6 +139,11 @@ class WorkerSocket:
         """The ranks of the workers that continue in the next round."""
         return {process.rank for process in self._processes if process.stays}
 
+    @property
+    def waiting(self) -> set[int]:
+        """The ranks of the workers that have left their world, and wait for the next one."""
+        return {process.rank for process in self._processes if process.waits}
+
     def break_world(self) -> bool:
         """Tell the workers that stay that a worker of their world is lost or hangs; return whether any stays."""
         staying = [process for process in self._processes if process.stays]

@@ -24,7 +24,7 @@ from torchelastic.protocol.worker import (
 )
 from torchelastic.training.connection import AGENT_CONNECTION, run_in_thread
 from torchelastic.training.process_group import InterruptibleProcessGroup, connect_to_store
-from torchelastic.training.progress import REPORTER, heartbeat
+from torchelastic.training.progress import REPORTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,7 +180,6 @@ class Worlds:
 
     def next(self) -> bool:
         """Wait for the next world after a failure or a change; return whether there is one."""
-        heartbeat()  # this process does not hang
         if self._stays and not self._is_joined_by_others():
             AGENT_CONNECTION.send(WorkerMessage(waits=True))
         with self._condition:

@@ -20,7 +20,7 @@ from torchelastic.protocol.codec import shorten
 from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from torchelastic.agent.workers.processes import Child
@@ -41,8 +41,8 @@ _SUSPENDED_FRACTION: Final = 0.25
 """If the time between two checks exceeds this fraction of the timeout, the agent assumes that the machine was
 suspended, and restarts the timeouts."""
 
-_ANSWER_TIMEOUT: Final = 0.15
-"""Seconds for a worker whose world is broken to leave it, after another worker of the node has."""
+_CHECK_INTERVAL: Final = 0.01
+"""Minimum number of seconds between two checks of the files."""
 
 _HUNG_FRACTION: Final = 0.9
 """When a worker hangs, other workers without a heartbeat for this fraction of the timeout count as hung, too."""
@@ -81,18 +81,6 @@ class HeartbeatMonitor:
         self._files[local_rank] = path
         self._changed[local_rank] = self._modified(local_rank), asyncio.get_running_loop().time()
 
-    async def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Return the workers of these that send no heartbeat now, when no other has sent one for a moment."""
-        clock = asyncio.get_running_loop().time
-        began = [self._modified(rank) for rank in ranks]
-        silent, until = [*ranks], clock() + _ANSWER_TIMEOUT
-        while silent and clock() < until:
-            await asyncio.sleep(_ANSWER_TIMEOUT / _CHECKS_PER_TIMEOUT)
-            left = [rank for rank, before in zip(ranks, began, strict=True) if self._modified(rank) == before]
-            if len(left) < len(silent):
-                silent, until = left, clock() + _ANSWER_TIMEOUT
-        return silent
-
     def _modified(self, local_rank: int) -> int:
         """Return the time of the last heartbeat in nanoseconds; 0 if the program has removed the file."""
         try:
@@ -100,20 +88,26 @@ class HeartbeatMonitor:
         except OSError:
             return 0
 
-    async def wait_for_hang(self, running: Callable[[], Collection[int]]) -> list[int]:
+    async def wait_for_hang(
+        self, running: Callable[[], Collection[int]], waiting: Callable[[], Collection[int]] = tuple
+    ) -> list[int]:
         """Wait until a worker hangs; return the local ranks of the workers without a heartbeat, longest time first.
 
-        The list is empty if all workers have exited.
+        Args:
+            running: returns the local ranks of the running workers. If there is none, the result is empty.
+            waiting: returns those that send no heartbeats now, because they wait for their agent.
         """
         clock = asyncio.get_running_loop().time
         before = clock()
         while ranks := running():
-            await asyncio.sleep(self.timeout / _CHECKS_PER_TIMEOUT)
+            due = min(self._changed[rank][1] for rank in ranks) + self.timeout - clock()
+            await asyncio.sleep(min(max(due, _CHECK_INTERVAL), self.timeout / _CHECKS_PER_TIMEOUT))
             now = clock()
             suspended = now - before > self.timeout * _SUSPENDED_FRACTION
+            excused = waiting()
             for rank, (seen, _) in self._changed.items():
                 modified = self._modified(rank)
-                if (modified and modified != seen) or suspended:
+                if (modified and modified != seen) or suspended or rank in excused:
                     self._changed[rank] = modified, now
             before = now
             ages = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
@@ -121,6 +115,12 @@ class HeartbeatMonitor:
                 hung = [rank for rank in ages if ages[rank] >= self.timeout * _HUNG_FRACTION]
                 return sorted(hung, key=lambda rank: -ages[rank])
         return []
+
+
+def is_stopped(child: Child) -> bool:
+    """Return whether a process is stopped, by a signal or a debugger."""
+    entry = read_process(child.pid)
+    return entry is not None and entry.state in _STOPPED
 
 
 def describe_missing_heartbeat(child: Child, seconds: float) -> str:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torchelastic.agent.worker_output import OutputConsumer, WorkerOutput
+    from torchelastic.agent.worker_socket import WorkerSocket
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
     from torchelastic.metrics.worker_collector import WorkerCollector, WorkerMetricMemory
@@ -49,6 +50,11 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT: Final = 0.5
 """Seconds to wait for the rest of an exited worker's output."""
+
+_LEAVE_TIMEOUT: Final = 0.5
+"""Seconds for a worker whose world is broken to leave it, after another worker of the node has."""
+
+_LEAVE_INTERVAL: Final = 0.01
 
 _STORE_LINGER: Final = 1.0
 """Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may still use it, and
@@ -115,7 +121,7 @@ class WorkerGroup:
         reaper: kills the workers' processes.
         mark: the tree mark of all workers of this agent.
         heartbeats: the heartbeats of the workers; None if no heartbeats are expected.
-        break_world: tells the workers that stay that their world is broken; returns whether any stays.
+        worker_socket: the connections of the workers that stay when the round changes.
         none_hangs: called with the time-out if workers had no heartbeat for that time, but have left their world.
         stopped: whether the workers and all processes that they started have exited, except those that stay.
         staying: the workers that have not been stopped.
@@ -127,7 +133,7 @@ class WorkerGroup:
     reaper: Reaper
     mark: str
     heartbeats: heartbeat_monitor.HeartbeatMonitor | None
-    break_world: Callable[[], bool] = lambda: False
+    worker_socket: WorkerSocket | None = None
     none_hangs: Callable[[float], object] = lambda _: None
     stopped: bool = False
 
@@ -209,22 +215,39 @@ class WorkerGroup:
     async def _kill_hung_workers(self, heartbeats: heartbeat_monitor.HeartbeatMonitor) -> None:
         """Kill workers that hang, until all workers have exited.
 
-        Workers that wait for a hung worker send no heartbeats either. Those that stay are told to leave their world,
-        which is a heartbeat. All others without heartbeats are killed, and the most likely root causes are reported
-        first.
+        Workers that wait for a hung worker send no heartbeats either. Those that stay are told to leave their world.
+        All others without heartbeats are killed, and the most likely root causes are reported first.
         """
-        while ranks := await heartbeats.wait_for_hang(lambda: [worker.local_rank for worker in self.running]):
-            if self.break_world():
-                ranks = await heartbeats.silent(ranks)
-                if not ranks:
-                    self.none_hangs(heartbeats.timeout)
+        running, waiting = lambda: {each.local_rank for each in self.running}, self._waiting
+        while ranks := await heartbeats.wait_for_hang(running, waiting):
             hung = [self.workers[local_rank] for local_rank in ranks]
+            if self.worker_socket is not None and self.worker_socket.break_world():
+                hung = await self._not_leaving(hung)
+                if not hung:
+                    self.none_hangs(heartbeats.timeout)
             for worker in hung:
                 worker.hang_symptom = heartbeat_monitor.describe_missing_heartbeat(worker.child, heartbeats.timeout)
             await asyncio.gather(*(heartbeat_monitor.dump_stacks_and_kill(worker.child) for worker in hung))
             exits = await asyncio.gather(*(worker.exit() for worker in hung))
             for exit_ in sorted(exits, key=lambda exit_: exit_.cause.kind is not FailureKind.PROGRAM):
                 self._report_exit(self.workers[exit_.local_rank])
+
+    def _waiting(self) -> set[int]:
+        """Return the local ranks of the workers that have left their world, and wait for the next one."""
+        ranks = set() if self.worker_socket is None else self.worker_socket.waiting
+        return {each.local_rank for each in self.workers if each.rank in ranks}
+
+    async def _not_leaving(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Return the workers of these that do not leave their world, which is broken."""
+        clock = asyncio.get_running_loop().time
+        left, until = [*workers], clock() + _LEAVE_TIMEOUT
+        while clock() < until and not all(heartbeat_monitor.is_stopped(worker.child) for worker in left):
+            await asyncio.sleep(_LEAVE_INTERVAL)
+            waiting, before = self._waiting(), len(left)
+            left = [worker for worker in left if worker.local_rank not in waiting]
+            if len(left) < before:
+                until = clock() + _LEAVE_TIMEOUT
+        return left
 
 
 class Workers:
@@ -353,7 +376,7 @@ class Workers:
         listener: socket.socket | None = None,
         staying: Sequence[Worker] = (),
         *,
-        break_world: Callable[[], bool] = lambda: False,
+        worker_socket: WorkerSocket | None = None,
         none_hangs: Callable[[float], object] = lambda _: None,
         standby: bool = False,
     ) -> WorkerGroup:
@@ -367,7 +390,7 @@ class Workers:
             report: called with the exit of each worker that exited by itself or hung, in the order of the exits.
             listener: the bound socket of the TCPStore, which the caller closes; None if another node serves it.
             staying: workers of the previous round that continue in this one, with the same local ranks.
-            break_world: as in :class:`WorkerGroup`.
+            worker_socket: as in :class:`WorkerGroup`.
             none_hangs: likewise.
             standby: whether the workers wait for another round, so that they send no heartbeats.
 
@@ -421,7 +444,9 @@ class Workers:
                 heartbeats.watch_file(worker.local_rank, worker.heartbeat_file)
         self._watchdog.watch([worker.child for worker in running])
         monitored = None if standby else heartbeats
-        self._group = WorkerGroup(running, store, report, self._reaper, self._mark, monitored, break_world, none_hangs)
+        self._group = WorkerGroup(
+            running, store, report, self._reaper, self._mark, monitored, worker_socket, none_hangs
+        )
         return self._group
 
     def _environment(
