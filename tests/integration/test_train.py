@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import signal
 import uuid
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from tests.support.agents import AgentProcess
 from tests.support.etcd import until_keys
 from tests.support.launchers import Launcher
+from tests.support.workers import poll_until
 from torchelastic.checkpoint import FileSystemCheckpointManager
 from torchelastic.protocol.keys import RunKeys
 
@@ -203,6 +206,19 @@ async def test_ranks_join_leave_and_die_while_the_others_continue(start: Start, 
     assert {f"{name}.{what}" for name in operations.split() for what in ("success", "duration.ms")} <= shown
     durations = {f"{name}.duration.ms" for name in ("state_sync", "train_step", "inner_train_loop", "outer_train_loop")}
     assert {"checkpoint.write_latency_ms", "on_error.success", *durations} <= shown
+
+
+async def test_under_an_agent_the_worlds_are_those_of_the_agent(half: Path, run_id: str, tmp_path: Path) -> None:
+    (program := tmp_path / "main.py").write_text(PROGRAM)
+    run = ("--standalone", "--nproc-per-node=3", "--max-restarts=1")
+    async with AgentProcess(*run, program, "no-etcd:2379", run_id, "1", "4", tmp_path, "agent") as agent:
+        await poll_until(lambda: len([*tmp_path.glob("waits *")]) == 3)
+        os.kill(max(int(each.name.split()[1]) for each in tmp_path.glob("waits *")), signal.SIGKILL)
+        await agent.wait_for_line("world of 3, rank 0, index 10")
+        half.touch()
+        assert await agent.code() == 0, agent.output
+    assert agent.output.count("the sum is 410") == 3
+    assert agent.output.count("index 0") == 3, "a rank that is left has begun again"
 
 
 async def test_a_process_that_was_not_needed_does_not_return_an_untrained_state(
