@@ -87,6 +87,7 @@ class Worlds:
         self._all_ready = False  # whether the ranks that the world lacks are ready
         self._broken = False
         self._next: dict[str, str] = {}
+        self._later: dict[str, str] = {}  # the next round, whose world begins when its other ranks are ready
 
     @contextlib.contextmanager
     def world(self) -> Iterator[None]:
@@ -150,12 +151,19 @@ class Worlds:
         self._group.create("gloo", self._store, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
 
     def _wait_for_starting(self, host: str, port: int, place: tuple[int, int]) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not listed in its __all__
+
         with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
-            connect_to_store(host, port, lambda: self._place is not place).wait([_ALL_READY], _UNLIMITED)
+            store = connect_to_store(host, port, lambda: self._place is not place)
+            store.wait([_ALL_READY], _UNLIMITED)
             with self._condition:
-                if self._place is place:
-                    self._all_ready = self.changed = True
-                    self._condition.notify_all()
+                if self._place is not place:
+                    return
+                if self._later:  # the TCPStore of the round before has ended, or is about to
+                    self._store = PrefixStore("torchelastic/before", store)
+                self._next = self._next or self._later
+                self._all_ready = self.changed = True
+                self._condition.notify_all()
 
     def changes_at_commit(self) -> bool:
         """Return whether the world changes now; all ranks call this at the end of each step.
@@ -185,6 +193,8 @@ class Worlds:
         with self._condition:
             if not self._stays:
                 return False
+            if self._later and not self.changed:  # a rank has left this world, although all were to stay
+                self._next, self.changed = self._later, True
             timeout = None if STANDBY in os.environ else _AGENT_TIMEOUT
             self._condition.wait_for(lambda: self.changed or self._lost_agent, timeout)
             if not self.changed:
@@ -202,7 +212,12 @@ class Worlds:
             for name in (STARTING_RANKS, STANDBY):
                 os.environ.pop(name, None)
             os.environ.update(self._next)
+            is_joined = self._next is self._later
+            all_ready = self._all_ready and is_joined
             self._begin_round()
+            self._all_ready = all_ready
+        if is_joined:  # _take() has done this
+            return True
         REPORTER.begin_round()
         return AGENT_CONNECTION.send(WorkerMessage(left_for=int(os.environ["TORCHELASTIC_ROUND"])))
 
@@ -218,7 +233,7 @@ class Worlds:
         """
         import torch.distributed as dist
 
-        if not self.is_whole:
+        if self._later or not self.is_whole:
             self._wait_for_change()
             raise WorldChanged
         try:
@@ -239,6 +254,13 @@ class Worlds:
 
     def _take(self, message: WorldMessage) -> None:
         with self._condition:
+            if self._continues(message):
+                self._later = environment = message.environment
+                address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+                run_in_thread(self._wait_for_starting, *address, self._place)
+                REPORTER.begin_round()
+                AGENT_CONNECTION.send(WorkerMessage(left_for=int(environment["TORCHELASTIC_ROUND"])))
+                return
             self.changed = True
             self._next = message.environment
             self._broken |= not message.environment
@@ -246,6 +268,14 @@ class Worlds:
                 self._is_planned = False
                 self._group.interrupt()  # before the next world is formed
             self._condition.notify_all()
+
+    def _continues(self, message: WorldMessage) -> bool:
+        """Return whether this world continues until the starting ranks of the next round are ready, as all stay."""
+        starting = parse_ranks(message.environment.get(STARTING_RANKS, ""))
+        if not (message.planned and starting and self.is_whole) or self.changed or self._later or self._place is None:
+            return False
+        staying = int(message.environment["WORLD_SIZE"]) - len(starting)
+        return staying == self._place[1] and int(message.environment["RANK"]) not in starting
 
     def _agent_lost(self) -> None:
         with self._condition:

@@ -60,6 +60,9 @@ _STORE_LINGER: Final = 1.0
 """Seconds for which a round's TCPStore outlives the workers of its node: workers of other nodes may still use it, and
 the exit of its process takes CPU time that the next round's workers need to start."""
 
+_STORE_LINGER_OF_STAYING: Final = 10.0
+"""The same if workers stay: they agree in it on the step after which they leave their world."""
+
 _CONSOLE_IDLE_TIMEOUT: Final = 5.0
 """Seconds after which an agent that exits drops the remaining output if nothing reads it."""
 
@@ -195,7 +198,8 @@ class WorkerGroup:
             worker.output.close()
         self.staying = [each for each in self.staying if each not in workers]
         if self.tcp_store_process is not None:
-            asyncio.get_running_loop().call_later(_STORE_LINGER, self.tcp_store_process.signal, signal.SIGKILL)
+            linger = _STORE_LINGER_OF_STAYING if self.staying else _STORE_LINGER
+            asyncio.get_running_loop().call_later(linger, self.tcp_store_process.signal, signal.SIGKILL)
         self.stopped = True
 
     def _ended(self, worker: Worker) -> None:
