@@ -142,6 +142,12 @@ def add_to(commands: Commands) -> None:
     demo.set_defaults(demo=True, resume=None)
     for parser in (run, demo):
         parser.add_argument(
+            "--spares",
+            type=_number,
+            metavar="N",
+            help="pods beyond the desired number, which stand by to replace a lost pod (default: spec.spares)",
+        )
+        parser.add_argument(
             "--plain",
             action="store_true",
             help="print plain lines with the workers' output instead of a live view (default without a terminal)",

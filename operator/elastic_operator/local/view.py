@@ -289,6 +289,8 @@ def _facts(job: JobView) -> RenderableType:
             text.append("●" * status.ready_replicas, "green").append("●" * missing, "yellow")
             text.append("·" * (job.spec.get("maxReplicas", 0) - max(status.desired, status.ready_replicas)), "dim")
             text.append("  ")
+    if (spares := job.spec.get("spares")) and not job.completed:
+        text.append(" spares ", style="dim").append(f"{status.ready_spares}/{spares}", style="bold")
     if job.progress and (line := formatting.printed(job.progress.line)):
         text.append(f"\n\n {line}", "bold cyan")
     return text
