@@ -245,6 +245,7 @@ def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], written: str) -> 
         ({"phase": "Pending", "ready": False, "ranks": []}, "starting"),
         ({"ready": False}, "starting"),
         ({"ranks": []}, "joining"),
+        ({"ranks": [], "spare": True}, "standing by"),
         ({}, "training"),
         ({"terminating": True}, "leaving"),
         ({"phase": "Succeeded", "ended": NOW, "exitCode": 0}, "done"),
