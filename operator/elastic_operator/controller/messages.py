@@ -190,9 +190,10 @@ def spares(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> str:
     wanted, ready = snapshot.job.spec.spares, status.ready_spares
     if not wanted:
         return ""
-    complete = ready == wanted or status.ready_replicas < status.desired
-    of = f"{ready} of {count(wanted, 'spare')} ready"
-    return of if complete else _clauses(of, _missing(snapshot, planned))
+    known = f"{ready} of {count(wanted, 'spare')} ready"
+    if ready == wanted or status.ready_replicas < status.desired:  # the condition Degraded names the missing pods
+        return known
+    return _clauses(known, _missing(snapshot, planned))
 
 
 def store_unread(observed: Observed) -> str:

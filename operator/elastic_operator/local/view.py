@@ -82,7 +82,7 @@ def suggestions(job: JobView, command: str) -> list[tuple[str, str]]:
             other = size + 1 if size < high else size - 1
             rows.append((f"{command} scale {name} --replicas {other}", "change its size while it trains"))
         rows.append((f"{command} logs {name} --rank 0 -f", "follow one rank's output"))
-        if victim := next((pod for pod in reversed(job.living_pods) if pod.pid and pod.ready), None):
+        if victim := next((pod for pod in reversed(job.living_pods) if pod.pid and pod.ranks), None):
             rows.append((f"kill -9 {victim.pid}", f"kill pod {victim.name}"))
     rows.append((f"{command} describe {name}", "show its details"))
     rows.append((f"{command} get", "list all jobs on this machine"))
