@@ -117,6 +117,87 @@ async def test_a_job_survives_the_loss_of_an_agent_and_of_etcd_and_is_scaled(hom
         assert await run.exit_code() == 0, run.output
 
 
+ELASTIC = """
+import os, pathlib, sys
+import torch
+import torchelastic
+
+torch.set_num_threads(1)
+finish = pathlib.Path(sys.argv[1])
+state = torchelastic.TorchState()
+
+@torchelastic.elastic
+def train(state):
+    world = torch.distributed.get_world_size()
+    print(f"pid {os.getpid()} begins at step {state.commits} in a world of {world}", flush=True)
+    done = torch.zeros(1)
+    while not done.item():
+        if state.commits == 10:
+            print("has trained", flush=True)
+        done.fill_(finish.exists())
+        torch.distributed.all_reduce(done, op=torch.distributed.ReduceOp.MIN)
+        state.commit()
+
+print(f"pid {os.getpid()} is ready", flush=True)
+train(state)
+"""
+
+
+def standing_by(snapshot: dict) -> list[dict]:
+    return [pod for pod in snapshot["pods"] if pod["spare"] and pod["ready"] and pod["ended"] is None]
+
+
+def output_of_pod(pod: dict) -> str:
+    return "".join(file.read_text() for file in sorted(Path(pod["logDir"]).glob("round_*/rank_*/output.log")))
+
+
+async def test_a_spare_takes_the_place_of_a_killed_agent_with_its_process_and_another_spare_starts(
+    home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    file = manifest(tmp_path, command=None, args=["train.py", str(tmp_path / "finish")], rendezvous={"leaseSeconds": 2})
+    async with LocalRun(home, file, "--spares=1") as run:
+        before = await run.until(
+            lambda snapshot: len(training(snapshot)) == 2 and snapshot["status"]["readySpares"] == 1
+        )
+        assert (before["status"]["readyDesired"], before["status"]["worldSize"]) == ("2/2", 2)
+        (spare,) = standing_by(before)
+        await poll_until(lambda: "is ready" in output_of_pod(spare))
+        agent = Path(spare["logDir"]) / "agent.log"
+        await poll_until(lambda: "standing by: the workers of this spare node are ready" in agent.read_text())
+        victim, other = training(before)
+        await poll_until(lambda: "has trained" in output_of_pod(victim) and "has trained" in output_of_pod(other))
+        os.kill(victim["pid"], signal.SIGKILL)
+        after = await run.until(
+            lambda snapshot: (
+                spare["uid"] in {pod["uid"] for pod in training(snapshot)} and snapshot["status"]["readySpares"] == 1
+            )
+        )
+        (successor,) = standing_by(after)
+        assert successor["uid"] not in {pod["uid"] for pod in before["pods"]}
+        assert (after["status"]["readyDesired"], after["status"]["worldSize"]) == ("2/2", 2)
+        assert after["status"]["round"] == before["status"]["round"] + 1
+        await poll_until(lambda: "begins at step" in output_of_pod(spare))
+        ready, begins = output_of_pod(spare).splitlines()[:2]
+        assert begins.split(" begins")[0] == ready.removesuffix(" is ready"), "another process has taken the place"
+        assert int(begins.split()[5]) > 0, "the spare began with the first step"
+        assert output_of_pod(other).count("is ready") == 1, "the other member's process was started again"
+
+        jobs = LocalJobs(home=home)
+        await asyncio.to_thread(jobs.scale, "job", 1)
+        small = await run.until(
+            lambda snapshot: (
+                len(training(snapshot)) == 1
+                and len([pod for pod in snapshot["pods"] if pod["ended"] is None]) == 2
+                and snapshot["status"]["readySpares"] == 1
+            )
+        )
+        assert successor["uid"] not in {pod["uid"] for pod in small["pods"]}, "a member was removed before the spare"
+        (tmp_path / "finish").touch()
+        assert await run.exit_code() == 0, run.output
+        assert run.record["status"]["podFailures"] == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_an_interrupted_run_leaves_no_process_and_is_recorded_as_interrupted(
     home: Path, tmp_path: Path, number: signal.Signals

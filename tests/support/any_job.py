@@ -49,6 +49,7 @@ FULL: Manifest = {
     "minReplicas": 2,
     "maxReplicas": 3,
     "replicas": 2,
+    "spares": 1,
     "image": "a",
     "command": ["a"],
     "args": ["a"],

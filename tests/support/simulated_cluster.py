@@ -282,7 +282,7 @@ class SimulatedCluster:
         spec = with_applied_spec(job, todo).spec
         assert all(self.applied_specs[pod.uid].args == spec.args for pod in live), "live pods run different programs"
         assert all(pod.index != new.index for pod in live), "two live pods have the same index"
-        assert len(live) < job.spec.max_replicas, "more live pods than the maximum"
+        assert len(live) < job.spec.max_replicas + job.spec.spares, "more live pods than the maximum and the spares"
         assert observed.rejected is None, "a rejected pod is created again"
         self._admit()
         uid = f"uid-{next(self._uids)}"

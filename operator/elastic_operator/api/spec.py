@@ -242,6 +242,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
         min_replicas: the minimum number of pods for training.
         replicas: the desired number of pods; None until the user or the operator has set it.
         first_replicas: the initial number of pods in a manifest of the first controller; None for the maximum.
+        spares: the number of pods beyond the desired number, which stand by to take the place of a lost pod.
         max_restarts: the maximum number of worker failures that count in the whole job.
         backoff_limit: the maximum number of pod failures that count.
         suspend: whether the job is suspended, so that it has no pods.
@@ -256,6 +257,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
     max_replicas: int
     replicas: int | None = None
     first_replicas: int | None = None
+    spares: int = 0
     max_restarts: int = 100
     backoff_limit: int = 100
     suspend: bool = False
@@ -287,7 +289,7 @@ class ElasticJobSpec(AppliedSpec, frozen=True, kw_only=True):
 
     @property
     def desired(self) -> int:
-        """The desired number of pods, within the bounds."""
+        """The desired number of pods, within the bounds and without spares."""
         wanted = self.first_replicas if self.replicas is None else self.replicas
         return min(max(self.max_replicas if wanted is None else wanted, self.min_replicas), self.max_replicas)
 
@@ -423,7 +425,7 @@ def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 _SWITCHES: Final = frozenset(
-    {"m", "module", "no-python", "prefix", "run-path", "standalone", "use-env", "virtual-local-rank"}
+    {"m", "module", "no-python", "prefix", "run-path", "standalone", "standby", "use-env", "virtual-local-rank"}
 )
 """Flags without a value."""
 

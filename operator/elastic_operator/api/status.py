@@ -111,8 +111,10 @@ class JobStatus:
 
     Attributes:
         observed_generation: the generation of the spec that this status describes.
-        replicas: the number of worker pods that have not ended and do not terminate, after the plan is applied.
-        ready_replicas: the number of ready pods among ``replicas``.
+        replicas: the number of worker pods that have not ended and do not terminate, after the plan is applied. Pods
+            beyond the desired number are spares and are not included.
+        ready_replicas: the number of ready pods, without spares.
+        ready_spares: the number of ready pods beyond the desired number.
         world_size: the number of workers in the current round.
         restarts: the number of worker failures that count against ``maxRestarts``.
         uncharged_restarts: the number of restarts of workers after membership changes and ignored failures.
@@ -133,6 +135,7 @@ class JobStatus:
     observed_generation: int = 0
     replicas: int = 0
     ready_replicas: int = 0
+    ready_spares: int = 0
     desired: int = 0
     round: int = 0
     world_size: int = 0

@@ -136,10 +136,16 @@ def add_to(commands: Commands) -> None:
     run = add_command(commands, "run", _run, "run a job on this machine", _RUN)
     run.add_argument("file", metavar="FILE", help="the manifest, as for `kubectl apply`")
     run.add_argument("--resume", metavar="RUN", help="continue an earlier run, in its folder and from its checkpoints")
+    run.add_argument(
+        "--spares",
+        type=_number,
+        metavar="N",
+        help="pods that stand by to take the place of a lost one (default: spec.spares)",
+    )
     run.set_defaults(demo=False)
     demo = add_command(commands, "demo", _run, "scale a job and kill its processes, to show how it recovers", _DEMO)
     demo.add_argument("file", nargs="?", default="examples/digits.yaml", metavar="FILE", help="default: %(default)s")
-    demo.set_defaults(demo=True, resume=None)
+    demo.set_defaults(demo=True, resume=None, spares=None)
     for parser in (run, demo):
         parser.add_argument(
             "--plain",

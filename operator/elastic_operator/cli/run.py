@@ -59,6 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
         home=home_dir(os.environ),
         environ=os.environ,
         resume=arguments.resume,
+        spares=arguments.spares,
     )
     command = own_command(sys.argv[0], os.environ)
     with choose_view(plain=arguments.plain, command=command, output=sys.stdout, environ=os.environ) as view:
@@ -133,6 +134,8 @@ async def run_job(
             raise BadInput(f"cannot write {files.log}: {error.strerror}") from None
         ran = False
         try:
+            if request.spares is not None:
+                live.patch({"spares": request.spares})
             etcd = find_etcd(request.environ.get("PATH")) if manifest.spec.etcd.endpoint is None else None
             replace_file(files.manifest, manifest_text(manifest.source))
             run = LocalRun(request, files, live, etcd, end)

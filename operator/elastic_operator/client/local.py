@@ -169,7 +169,7 @@ def _as_killed(job: JobView) -> JobView:
     last = max((event.time for event in job.events), default=0.0)
     return replace(
         job,
-        status_json={**job.status_json, "readyReplicas": 0, "replicas": 0, "conditions": []},
+        status_json={**job.status_json, "readyReplicas": 0, "readySpares": 0, "replicas": 0, "conditions": []},
         pods=(),
         events=(*job.events, EventView(last, "Killed", message, warning=True)),
     )

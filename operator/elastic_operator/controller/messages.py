@@ -185,6 +185,17 @@ def missing_pods(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) ->
     return too_few, _clauses(f"{ready} of {count(status.desired, 'pod')} ready", missing)
 
 
+def spares(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> str:
+    """Return how many spares of a job are ready, and why the others are not; empty for a job without spares."""
+    wanted, ready = snapshot.job.spec.spares, status.ready_spares
+    if not wanted:
+        return ""
+    known = f"{ready} of {count(wanted, 'spare')} ready"
+    if ready == wanted or status.ready_replicas < status.desired:  # the condition Degraded names the missing pods
+        return known
+    return _clauses(known, _missing(snapshot, planned))
+
+
 def store_unread(observed: Observed) -> str:
     """Return why it is unknown whether the run of a job has ended."""
     return _clauses(OUTCOME_UNKNOWN, _why_unread(observed))

@@ -265,6 +265,8 @@ class Snapshot:
 
     Attributes:
         job: the job, with the spec in effect, its problem, and the status that was written last.
+        desired: the desired number of pods that train.
+        wanted: the number of pods that the job should have: the desired number and the spares.
         live: the pods that neither have ended nor terminate.
         gone: the other pods: first those that are being deleted, then those that ended.
         ended: the pods in ``gone`` that ended and are not being deleted.
@@ -282,6 +284,7 @@ class Snapshot:
     observed: Observed
     now: float
     desired: int
+    wanted: int
     live: tuple[Pod, ...]
     gone: tuple[Pod, ...]
     ended: tuple[Pod, ...]
@@ -309,6 +312,7 @@ class Snapshot:
             observed,
             now,
             desired=job.spec.desired,
+            wanted=job.spec.desired + job.spec.spares,
             live=tuple(live),
             gone=(*terminating, *ended),
             ended=tuple(ended),

@@ -20,6 +20,7 @@ These functions apply the fields of the spec that decide about the life of a job
 field                                           function
 ==============================================  =====================================================
 ``replicas``, ``minReplicas``, ``maxReplicas``  ``pods.plan_pods``
+``spares``                                      ``pods.plan_pods``
 ``suspend``                                     ``_suspend``
 ``backoffLimit``, ``activeDeadlineSeconds``     ``failures.find_completion``
 ``failurePolicy``                               ``failures.classify``
@@ -187,7 +188,7 @@ def _clean_up(snapshot: model.Snapshot, status: JobStatus) -> model.Plan:
     deleted = {pod.uid for pod in delete}
     left = [pod for pod in snapshot.live if pod.uid not in deleted]
     ready = sum(pod.ready for pod in left)
-    status = replace(status, observed_generation=job.generation, replicas=len(left), ready_replicas=ready)
+    status = statuses.with_pods(replace(status, observed_generation=job.generation), spec, len(left), ready)
     delete_job = expired and not waiting
     has_own_store = spec.etcd.endpoint is None and observed.etcd is not model.EtcdState.ABSENT
     reports = not job.status.state.finished or has_own_store or has_run_data(observed)

@@ -4,6 +4,9 @@ The annotations of a pod contain the size with which it was started. A later siz
 names of the draining pods, before a pod is changed, so that the agents form one round without the draining pods. The
 known sizes are observed in the store and on the pods; the highest generation counts.
 
+The size does not include the spares, so the agents choose which pods train and which stand by. No index belongs to the
+spares: if one has taken the place of a lost pod, the pod that is created next stands by.
+
 A deleted pod is replaced at once, and so is the first failed pod of an index. After each further failure, the index
 waits longer, until :data:`HEALTHY_TIME` passes without a failure. The annotations of a pod contain the number of
 earlier failures and the time of the last one.
@@ -22,7 +25,7 @@ from elastic_operator.api.json_values import rfc3339
 from elastic_operator.controller import model
 from elastic_operator.controller.failures import pod_end
 from torchelastic.protocol.pod import LEFT_CODES, ExitCode
-from torchelastic.protocol.records import NUMBER_STEP, ResumeRecord, SizeRecord, TimeBreakdown
+from torchelastic.protocol.records import NUMBER_STEP, ResumeRecord, SizeRecord, TimeBreakdown, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -128,7 +131,7 @@ def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | Non
     # Until the agents have restored a store that lost its data, the store does not show which of them are ready.
     is_lost = snapshot.observed.store_read and snapshot.observed.round is None and job.status.round > 0
     unready = [pod for pod in snapshot.live if not (pod.ready or (is_lost and pod.phase is model.PodPhase.RUNNING))]
-    surplus = _surplus(snapshot.live, snapshot.desired, announced, {pod.uid for pod in unready})
+    surplus = _surplus(snapshot, announced, {pod.uid for pod in unready})
     unaware = any(pod.size is None or pod.size.generation < generation for pod in snapshot.live)
     if not unaware or not snapshot.observed.store_read or (stored is not None and stored.generation >= generation):
         return size, None, surplus
@@ -136,25 +139,26 @@ def _settle_size(snapshot: model.Snapshot) -> tuple[SizeRecord, SizeRecord | Non
     return size, msgspec.structs.replace(size, draining=draining), surplus
 
 
-def _surplus(
-    live: Sequence[model.Pod], desired: int, announced: Sequence[str], unready: Collection[str]
-) -> tuple[model.Pod, ...]:
+def _surplus(snapshot: model.Snapshot, announced: Sequence[str], unready: Collection[str]) -> tuple[model.Pod, ...]:
     """Return the pods to delete.
 
     Pods that are announced as draining come first, because no round includes them; then all but one pod of each index,
-    because two operators may have created them; then pods that are not ready; then the highest indices.
+    because two operators may have created them; then pods that are not ready; then pods that do not train; then the
+    highest indices.
     """
-    surplus = [pod for pod in live if pod.name in announced]
+    round = snapshot.observed.round
+    members = {name_of(node) for node in round.nodes} if round is not None else set()
+    surplus = [pod for pod in snapshot.live if pod.name in announced]
     by_index: dict[int, model.Pod] = {}
-    for pod in sorted(live, key=lambda pod: (pod.uid in unready, pod.created, pod.uid)):
+    for pod in sorted(snapshot.live, key=lambda pod: (pod.uid in unready, pod.created, pod.uid)):
         if pod.name in announced:
             continue
         if pod.index in by_index:
             surplus.append(pod)
         else:
             by_index[pod.index] = pod
-    staying = sorted(by_index.values(), key=lambda pod: (pod.uid not in unready, -pod.index))
-    return (*surplus, *staying[: max(len(staying) - max(desired, 0), 0)])
+    staying = sorted(by_index.values(), key=lambda pod: (pod.uid not in unready, pod.name in members, -pod.index))
+    return (*surplus, *staying[: max(len(staying) - max(snapshot.wanted, 0), 0)])
 
 
 def _missing_pods(
@@ -169,7 +173,7 @@ def _missing_pods(
     for pod in (*snapshot.gone, *(replace(pod, terminating=True) for pod in deleted)):
         by_index.setdefault(pod.index, []).append(pod)
     filled = {pod.index for pod in staying}
-    number = max(snapshot.desired - len(staying), 0)
+    number = max(snapshot.wanted - len(staying), 0)
     # If an index is needed only because the job grows now, its deleted pod was surplus.
     grown = max(snapshot.desired - job.status.desired, 0)
     taken = {pod.name for pod in snapshot.observed.pods}.union(stored.draining if stored is not None else ())

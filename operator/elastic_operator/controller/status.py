@@ -18,6 +18,7 @@ from torchelastic.protocol.records import RoundRecord, TimeBreakdown, name_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from elastic_operator.api.spec import ElasticJobSpec
     from elastic_operator.controller.failures import Completion
     from elastic_operator.controller.model import FailureCount, Job, Observed, PlannedPods, Pod, Snapshot
 
@@ -34,6 +35,7 @@ def running_status(
     # The first pods have the size once they exist, later pods when they are about to be created.
     if planned.staying or planned.gone or (size_generation and planned.created):
         size_generation = max(size_generation, planned.size.generation if planned.size is not None else 0, 1)
+    pods = len(planned.staying) + (len(planned.created) if observed.blocked is None else 0)
     ready = len([pod for pod in planned.staying if pod.ready])
     enough = ready >= job.spec.min_replicas
     # If the operator has no permission to read the store, enough ready pods count as training.
@@ -45,11 +47,9 @@ def running_status(
     trains = started is not None and enough and (world_size > 0 or unheard)
     writes_replicas = job.problem is None and job.spec.replicas is None
     status = replace(
-        _counted(snapshot, failures, planned.gone),
+        with_pods(_counted(snapshot, failures, planned.gone), job.spec, pods, ready),
         state=JobState.RUNNING if trains else JobState.PENDING if started is None else JobState.WAITING,
         observed_generation=job.generation + (1 if writes_replicas else 0),
-        replicas=len(planned.staying) + (len(planned.created) if observed.blocked is None else 0),
-        ready_replicas=ready,
         world_size=world_size if ready else 0,
         size_generation=size_generation,
         started=started,
@@ -75,6 +75,7 @@ def suspended_status(snapshot: Snapshot, failures: FailureCount, *, unread: bool
         desired=0,
         replicas=0,
         ready_replicas=0,
+        ready_spares=0,
         world_size=0,
         active=None,
         size_generation=max(before.size_generation, 1 if gone else 0) if stopping or unread else 0,
@@ -116,6 +117,21 @@ def unreadable_status(job: Job, problem: str, now: float) -> JobStatus:
     return replace(before, observed_generation=job.generation, conditions=(*others, *invalid))
 
 
+def with_pods(status: JobStatus, spec: ElasticJobSpec, pods: int, ready: int) -> JobStatus:
+    """Return the status of a job with this many pods; those beyond the desired number are spares."""
+    ready_spares = _spares(status, spec, ready)
+    return replace(
+        status,
+        replicas=pods - _spares(status, spec, pods),
+        ready_replicas=ready - ready_spares,
+        ready_spares=ready_spares,
+    )
+
+
+def _spares(status: JobStatus, spec: ElasticJobSpec, pods: int) -> int:
+    return min(max(pods - status.desired, 0), spec.spares)
+
+
 def _counted(snapshot: Snapshot, failures: FailureCount, gone: frozenset[str]) -> JobStatus:
     """Return the status with its counters, which never decrease."""
     before, round = snapshot.job.status, snapshot.observed.round
@@ -144,7 +160,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
     too_few, incomplete = messages.missing_pods(snapshot, status, planned)
     waiting = _waiting(snapshot, status, planned, too_few)
     values: dict[str, Value] = {
-        ConditionType.RUNNING: _running(observed, status, waiting),
+        ConditionType.RUNNING: _running(observed, status, waiting, messages.spares(snapshot, status, planned)),
         ConditionType.WAITING: waiting,
         ConditionType.DEGRADED: _degraded(observed, status, incomplete),
     }
@@ -254,14 +270,12 @@ def _waiting(snapshot: Snapshot, status: JobStatus, planned: PlannedPods, messag
     return (True, Reason.BELOW_MINIMUM if snapshot.observed.blocked is None else Reason.RESOURCES_BLOCKED, message)
 
 
-def _running(observed: Observed, status: JobStatus, waiting: Value) -> Value:
+def _running(observed: Observed, status: JobStatus, waiting: Value, spares: str) -> Value:
     if status.state is JobState.RUNNING:
         known = f"round {status.round} with world size {status.world_size}"
-        return (
-            True,
-            Reason.TRAINING,
-            known if status.world_size else "enough pods are ready; the operator cannot read the round",
-        )
+        if not status.world_size:
+            known = "enough pods are ready; the operator cannot read the round"
+        return (True, Reason.TRAINING, f"{known}; {spares}" if spares else known)
     waits, reason, _ = waiting
     if waits:
         return (False, Reason.NOT_STARTED if status.started is None else reason, "")

@@ -94,12 +94,14 @@ class RunRequest:
         home: the directory of all runs, see :func:`elastic_operator.local.run_dir.home_dir`.
         environ: the environment that the pods inherit.
         resume: the id of an earlier run of this job, to continue in its directory and from its checkpoints.
+        spares: the number of spares, instead of that in the manifest; None for the manifest's.
     """
 
     manifest: ElasticJobManifest
     home: Path
     environ: Mapping[str, str]
     resume: str | None = None
+    spares: int | None = None
 
 
 class LocalRun:
@@ -159,6 +161,8 @@ class LocalRun:
             ranks[mirror.names.get(member.node, "")] = tuple(range(first, first + member.workers))
             first += member.workers
 
+        complete = 0 < self._live.job.status.desired <= len(ranks)
+
         def view(process: PodProcess) -> PodView:
             pod = self._observed_pod(process)
             node = nodes.get(pod.name) if pod.ended is None else None
@@ -166,6 +170,7 @@ class LocalRun:
                 pod,
                 pid=process.pid,
                 ranks=ranks.get(pod.name, ()),
+                spare=complete and pod.name not in ranks,
                 log_dir=str(files.logs / pod.name),
                 metrics_url=f"http://{node.address}:{node.metrics}/metrics" if node and node.metrics else None,
             )
@@ -279,7 +284,7 @@ class LocalRun:
             self._write_report(replace(report, suspensions=(round(now, 3),)))
         await self._end_store()
         if not live.job.status.finished:
-            live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0))
+            live.job = replace(live.job, status=replace(live.job.status, replicas=0, ready_replicas=0, ready_spares=0))
 
     async def _show(self, on_snapshot: Callable[[JobView], object]) -> None:
         """Show the run, and let pods start, when the check has succeeded."""

@@ -82,7 +82,7 @@ def suggestions(job: JobView, command: str) -> list[tuple[str, str]]:
             other = size + 1 if size < high else size - 1
             rows.append((f"{command} scale {name} --replicas {other}", "change its size while it trains"))
         rows.append((f"{command} logs {name} --rank 0 -f", "follow one rank's output"))
-        if victim := next((pod for pod in reversed(job.living_pods) if pod.pid and pod.ready), None):
+        if victim := next((pod for pod in reversed(job.living_pods) if pod.pid and pod.ranks), None):
             rows.append((f"kill -9 {victim.pid}", f"kill pod {victim.name}"))
     rows.append((f"{command} describe {name}", "show its details"))
     rows.append((f"{command} get", "list all jobs on this machine"))
@@ -289,6 +289,8 @@ def _facts(job: JobView) -> RenderableType:
             text.append("●" * status.ready_replicas, "green").append("●" * missing, "yellow")
             text.append("·" * (job.spec.get("maxReplicas", 0) - max(status.desired, status.ready_replicas)), "dim")
             text.append("  ")
+    if (spares := job.spec.get("spares")) and not job.completed:
+        text.append(" spares ", style="dim").append(f"{status.ready_spares}/{spares}", style="bold")
     if job.progress and (line := formatting.printed(job.progress.line)):
         text.append(f"\n\n {line}", "bold cyan")
     return text

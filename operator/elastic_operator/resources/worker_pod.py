@@ -298,6 +298,7 @@ def agent_variables(
         "PET_UNCHARGED_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.IGNORE),
         "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
         "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
+        "PET_STANDBY": "1" if spec.spares and not _sets(spec, "PET_STANDBY") else "",
         Env.ETCD_TLS: tls,
         Env.RESUME: "" if pod.resume is None else encode(pod.resume).decode(),
     }
@@ -320,6 +321,10 @@ def agent_variables(
         **{variable: value for variable, value in optional.items() if value},
         **termination_settings(spec)[1],
     }
+
+
+def _sets(spec: AppliedSpec, variable: str) -> bool:
+    return any(entry.get("name") == variable for entry in user_env(spec))
 
 
 @functools.lru_cache(maxsize=256)

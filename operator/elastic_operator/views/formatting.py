@@ -122,6 +122,8 @@ def activity(pod: PodView) -> tuple[str, bool | None]:
         return "starting", None
     if pod.ranks is None:
         return "running", True
+    if pod.spare:
+        return "standing by", True
     return ("training", True) if pod.ranks else ("joining", None)
 
 
@@ -174,13 +176,14 @@ def table(jobs: Sequence[JobView], now: float, *, wide: bool = False, namespaces
             "AGE": since(job.created, now),
             "ROUND": str(status.round),
             "WORLD": str(status.world_size),
+            "SPARES": str(status.ready_spares),
             "RUN": job.run.id,
             "FOLDER": job.run.directory,
         }
         rows.append(row)
     hidden = set() if namespaces else {"NAMESPACE"}
     if not wide:
-        hidden |= {"ROUND", "WORLD", "RUN", "FOLDER"}
+        hidden |= {"ROUND", "WORLD", "SPARES", "RUN", "FOLDER"}
     if not any(row["RUN"] for row in rows):
         hidden |= {"RUN", "FOLDER"}
     titles = [title for title in rows[0] if title not in hidden]
@@ -235,6 +238,8 @@ def _facts(job: JobView, now: float) -> Iterator[tuple[str, str]]:
     yield "Took", duration(job.age(now)) if job.completed else ""
     pods = f"{status.desired} desired, {status.replicas} current, {status.ready_replicas} ready"
     yield "Pods", "" if job.completed else pods
+    spares = job.spec.get("spares")
+    yield "Spares", f"{spares} desired, {status.ready_spares} ready" if spares and not job.completed else ""
     yield "Round", f"{status.round}, world size {status.world_size}" if status.round else "none yet"
     yield "Restarts", f"{status.restarts} charged, {status.uncharged_restarts} uncharged"
     yield "Pod Failures", str(status.pod_failures or "")

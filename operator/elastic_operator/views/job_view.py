@@ -32,6 +32,7 @@ class PodView(_View, frozen=True):
         exit_code: the exit code of the agent, 128 + n for signal n.
         message: the agent's termination message, or another explanation of the pod's end.
         ranks: the ranks of its workers in the current round; None if unknown.
+        spare: whether enough other pods train, so that it stands by; False on a cluster.
         log_dir: directory of its logs, on this machine.
         note: additional information, such as why the pod has not started.
     """
@@ -48,6 +49,7 @@ class PodView(_View, frozen=True):
     exit_code: int | None = None
     message: str = ""
     ranks: tuple[int, ...] | None = ()
+    spare: bool = False
     log_dir: str | None = None
     metrics_url: str | None = None
     node: str = ""

@@ -18,6 +18,7 @@ from elastic_operator.cli import main as cli
 from elastic_operator.reports.page import page
 from elastic_operator.views.formatting import table
 from tests.support.cluster_objects import START
+from tests.support.local_runs import manifest
 from tests.support.reports import long, report
 from tests.support.snapshots import FOLDER, RUN, snapshot, view
 
@@ -99,6 +100,15 @@ def test_an_invalid_number_is_named_with_its_flag(rank: str, capsys: pytest.Capt
     assert run("logs", "digits", f"--rank={rank}") == 2
     expected = f"argument --rank: '{rank}' is not a non-negative integer; see `elasticjob logs --help`"
     assert the_one_sentence(capsys) == expected
+
+
+def test_an_invalid_number_of_spares_is_reported_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", "--spares=10001", str(manifest(tmp_path))) == 2
+    assert the_one_sentence(capsys) == "spec.spares: 10001 is greater than the maximum of 10000"
+    assert run("run", str(manifest(tmp_path, spares=-1))) == 2
+    assert the_one_sentence(capsys).endswith("spec.spares: -1 is less than the minimum of 0")
 
 
 @pytest.mark.parametrize("command", [["run"], ["demo"], ["run", "--plain"]], ids=" ".join)
@@ -215,8 +225,8 @@ def test_a_missing_or_invalid_report_is_reported_in_one_sentence(
 
 def test_a_wide_list_has_the_run_and_its_folder() -> None:
     header, line = table([view()], NOW, wide=True)
-    assert header.split()[-4:] == ["ROUND", "WORLD", "RUN", "FOLDER"]
-    assert line.split()[-4:] == ["4", "2", RUN, FOLDER]
+    assert header.split()[-5:] == ["ROUND", "WORLD", "SPARES", "RUN", "FOLDER"]
+    assert line.split()[-5:] == ["4", "2", "0", RUN, FOLDER]
 
 
 @pytest.mark.parametrize(

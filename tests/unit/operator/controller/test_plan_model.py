@@ -63,6 +63,7 @@ class AnyLife(RuleBasedStateMachine):
         gang=st.sampled_from([SchedulingSpec(), SchedulingSpec(GangScheduler.VOLCANO)]),
         budget=st.booleans(),
         suspend=st.sampled_from([False, False, True]),
+        spares=st.integers(0, 2),
     )
     def begin(
         self,
@@ -77,6 +78,7 @@ class AnyLife(RuleBasedStateMachine):
         gang: SchedulingSpec,
         budget: bool,
         suspend: bool,
+        spares: int,
     ) -> None:
         maximum = minimum + more
         wanted = None if replicas is None else min(max(replicas, minimum), maximum)
@@ -94,6 +96,7 @@ class AnyLife(RuleBasedStateMachine):
                 scheduling=gang,
                 disruption_budget=budget,
                 suspend=suspend,
+                spares=spares,
             )
         )
         self.pending_plan: tuple[Job, Observed, Plan] | None = None
@@ -177,7 +180,7 @@ class AnyLife(RuleBasedStateMachine):
             create=again.create if self.cluster.quota_exhausted and not self.cluster.rejects_pods else (),
         )
         if not job.status.state.finished and not job.deleting:
-            empty = job.spec.desired - sum(is_live(pod) for pod in observed.pods)
+            empty = job.spec.desired + job.spec.spares - sum(is_live(pod) for pod in observed.pods)
             # Pods that failed while the store was unread are kept until the store has been read.
             counted = [pod for pod in observed.pods if pod.uid in job.status.counted_pod_uids]
             ended = [pod for pod in counted if pod.phase.ended and not pod.terminating]
@@ -355,9 +358,10 @@ class AnyLife(RuleBasedStateMachine):
         self.cluster.store = Store(readable=self.cluster.store.readable)
         self.cluster.record_state()
 
-    @rule(minimum=st.integers(1, 4), more=st.integers(0, 3), place=st.integers(0, 3))
-    def the_user_edits_the_spec(self, minimum: int, more: int, place: int) -> None:
-        self._edit(min_replicas=minimum, max_replicas=minimum + more, replicas=minimum + min(place, more))
+    @rule(minimum=st.integers(1, 4), more=st.integers(0, 3), place=st.integers(0, 3), spares=st.integers(0, 2))
+    def the_user_edits_the_spec(self, minimum: int, more: int, place: int, spares: int) -> None:
+        replicas = minimum + min(place, more)
+        self._edit(min_replicas=minimum, max_replicas=minimum + more, replicas=replicas, spares=spares)
 
     @rule(suspend=st.booleans())
     def the_user_suspends_or_resumes(self, suspend: bool) -> None:
@@ -450,7 +454,10 @@ class AnyLife(RuleBasedStateMachine):
     def _all_pods_train(self) -> bool:
         round, job = self.cluster.store.round, self.cluster.job
         live = [pod for pod in self.cluster.pods.values() if is_live(pod)]
-        return round is not None and len(round.members) == len(live) == job.spec.desired
+        return round is not None and (len(round.members), len(live)) == (
+            job.spec.desired,
+            job.spec.desired + job.spec.spares,
+        )
 
     def _assert_result(self) -> None:
         cluster = self.cluster

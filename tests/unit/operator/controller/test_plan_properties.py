@@ -72,6 +72,7 @@ SPECS = st.builds(
     min_replicas=st.integers(-1, 5),
     max_replicas=st.integers(-1, 5),
     replicas=st.none() | NUMBERS,
+    spares=st.integers(0, 3),
     backoff_limit=NUMBERS,
     suspend=st.booleans(),
     active_deadline=st.none() | NUMBERS,
@@ -100,7 +101,7 @@ def test_plan_of_any_input(job: Job, observed: Observed, now: float) -> None:
     made = plan(job, observed, now)
 
     staying = [pod for pod in observed.pods if is_live(pod) and pod.uid not in {pod.uid for pod in made.remove}]
-    assert not made.create or len(made.create) + len(staying) <= job.spec.desired
+    assert not made.create or len(made.create) + len(staying) <= job.spec.desired + job.spec.spares
     assert len({pod.name for pod in made.create}) == len(made.create)
     assert len({pod.index for pod in made.create}) == len(made.create)
     assert observed.rejected is None or made.create == ()

@@ -51,6 +51,13 @@ def test_the_live_view_shows_state_progress_events_and_commands(width: int) -> N
         assert f"elasticjob {command}" in text
 
 
+def test_ready_spares_are_shown_beside_the_pods() -> None:
+    with_spares = view(spec={"spares": 2}, status={"readySpares": 1})
+    assert "spares 1/2" in words(live_view(with_spares))[1]
+    assert "Spares:        2 desired, 1 ready" in formatting.description(with_spares, NOW)
+    assert "spares" not in words(live_view(view()))[1]
+
+
 def test_events_show_the_time_since_the_start_and_demo_steps_show_a_mark() -> None:
     steps = [Step("start with 2 pods", "+", "4.1 s"), Step("scale to 3", ">"), Step("kill -9 a worker")]
     events = [event(3, "round 1: 2 workers."), event(3723, "round 2: 3 workers.")]
@@ -245,6 +252,7 @@ def test_ranks_are_written_as_ranges(numbers: tuple[int, ...], written: str) -> 
         ({"phase": "Pending", "ready": False, "ranks": []}, "starting"),
         ({"ready": False}, "starting"),
         ({"ranks": []}, "joining"),
+        ({"ranks": [], "spare": True}, "standing by"),
         ({}, "training"),
         ({"terminating": True}, "leaving"),
         ({"phase": "Succeeded", "ended": NOW, "exitCode": 0}, "done"),

@@ -452,7 +452,7 @@ def test_defaults_replace_missing_and_null_fields() -> None:
     spec = crd.apply_defaults(manifest)["spec"]
     assert crd.validate(manifest) == []
     assert manifest == before, "the manifest itself is not changed"
-    numbers = {"minReplicas": 1, "nprocPerNode": 1, "maxRestarts": 100, "nodeLossSeconds": 15}
+    numbers = {"minReplicas": 1, "nprocPerNode": 1, "maxRestarts": 100, "nodeLossSeconds": 15, "spares": 0}
     others = {"suspend": False, "cleanPodPolicy": "Running", "disruptionBudget": False}
     rest = {"failurePolicy", "template"}
     assert {key: spec[key] for key in spec.keys() - rest} == {**job()["spec"], **numbers, **others}
