@@ -8,7 +8,8 @@ On a cluster, the report is the key ``report.json`` of the ConfigMap ``<job>-rep
     {
       "job": {"namespace", "name", "uid", "created", "completed", "state", "message"},
       "timeBreakdown": {"asOf", "seconds": {"waiting": …}, "lostSeconds", "nodesJoined", "departures": {"left": …}},
-      "rounds": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds"}],
+      "rounds": [{"number", "began", "ended", "nodes", "workers", "reason", "cause", "failure", "lostSeconds",
+                  "staying", "firstSteps"}],
       "omitted": 0,
       "suspensions": [],
       "outcome": {"state", "round", "restarts", "message", "failure"}

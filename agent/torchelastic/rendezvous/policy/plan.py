@@ -494,10 +494,15 @@ class _Plan:
         )
 
     def _stays(self, chosen: Sequence[Peer]) -> Iterator[bool]:
-        """Yield for each worker of the next round whether it continues from the current one."""
+        """Yield for each worker of the next round whether it continues from the current one.
+
+        A worker of a spare does so only together with one of a member, which has the state of the training.
+        """
+        staying = [peer for peer in chosen if peer.record.round == self.membership.number and peer.record.staying]
+        trains = any(peer.id in self.membership.ranks for peer in staying)
         for peer in chosen:
-            known = peer.record.round == self.membership.number
-            yield from (known and local in peer.record.staying for local in range(peer.record.workers))
+            for local in range(peer.record.workers):
+                yield trains and peer in staying and local in peer.record.staying
 
     def _next_round(self, reason: RoundReason, cause: str) -> RoundRecord:
         return RoundRecord(

@@ -207,6 +207,10 @@ FAILED_A = {"round": 1, "failure": failure("a")}
         ),
         pytest.param([peer("a", staying=(0,), **FAILED_A), peer("c", workers=2)], 1, (1, 2), id="a node joins"),
         pytest.param([peer("a", staying=(0,), **FAILED_A)], 1, (), id="the other node is lost"),
+        pytest.param(
+            [peer("a", staying=(0,), **FAILED_A), peer("c", round=1, staying=(0,))], 2, (), id="a spare stands by"
+        ),
+        pytest.param([peer("a", **FAILED_A), peer("c", round=1, staying=(0,))], 0, (), id="only a spare stays"),
         pytest.param([peer("a", staying=(0,), **FAILED_A), peer("c", staying=(0,))], 1, (1,), id="of another round"),
     ],
 )

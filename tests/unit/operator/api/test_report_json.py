@@ -45,6 +45,8 @@ def test_report_json() -> None:
         cause="rank 3 failed",
         failure=failure,
         lost=1.25,
+        staying=3,
+        first_steps=(0, 120),
     )
     report = a_report(1)
     report = replace(
@@ -81,6 +83,8 @@ def test_report_json() -> None:
                 "workers": 4,
                 "reason": "node_joined",
                 "cause": "",
+                "staying": 0,
+                "firstSteps": [],
             },
             {
                 "number": 2,
@@ -104,6 +108,8 @@ def test_report_json() -> None:
                     "uncharged": False,
                 },
                 "lostSeconds": 1.25,
+                "staying": 3,
+                "firstSteps": [0, 120],
             },
         ],
         "omitted": 0,
