@@ -55,6 +55,7 @@ class TorchState:
     commits: int
     _checkpointer: Checkpointer | None
     _values: dict[str, Any]
+    _samplers: list[ElasticSampler]
     _kind: int
     _has_stepped: bool
     _is_at_commit: bool
@@ -68,6 +69,7 @@ class TorchState:
                 raise TypeError(f"{name} cannot be the name of a value of TorchState: choose another one.")
         self.__dict__.update(commits=0, _checkpointer=checkpointer, _values=values)
         self.__dict__.update(_kind=_INITIAL, _has_stepped=False, _is_at_commit=False)
+        self._find_samplers()
         for value in values.values():
             if isinstance(value, torch.optim.Optimizer):
                 value.register_step_post_hook(lambda *_: self.__dict__.update(_has_stepped=True))
@@ -84,6 +86,11 @@ class TorchState:
         getattr(self, name)
         _check(name, value)
         self._values[name] = value
+        self._find_samplers()
+
+    def _find_samplers(self) -> None:
+        found = {id(sampler): sampler for value in self._values.values() if (sampler := _sampler(value)) is not None}
+        self.__dict__["_samplers"] = [*found.values()]
 
     def commit(self) -> None:
         """End a training step: count it, move each sampler to its next batch, and save the state if that is due.
@@ -93,9 +100,8 @@ class TorchState:
         step and the commit: if it failed, the step would be done twice.
         """
         self.__dict__.update(commits=self.commits + 1, _has_stepped=False)
-        for value in self._values.values():
-            if (sampler := _sampler(value)) is not None:
-                sampler.advance()
+        for sampler in self._samplers:
+            sampler.advance()
         if self._checkpointer is not None:
             change_ahead = notice() is not None
             self._checkpointer.save(self.commits, self.state_dict, force=change_ahead)

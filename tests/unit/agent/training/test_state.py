@@ -54,6 +54,15 @@ def test_a_program_continues_from_its_checkpoint(tmp_path: Any) -> None:
         assert train(state, 10) == commits + 10
 
 
+def test_a_sampler_moves_once_in_each_step_even_if_the_state_has_it_twice_or_gets_it_later() -> None:
+    first, second = torchelastic.ElasticSampler(10, 4), torchelastic.ElasticSampler(10, 4)
+    state = torchelastic.TorchState(data=DataLoader([0] * 10, batch_sampler=first), sampler=first)  # type: ignore[arg-type] # likewise
+    state.commit()
+    state.sampler = second
+    state.commit()
+    assert (first.position, second.position) == (8, 4)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
