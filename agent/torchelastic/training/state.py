@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from torchelastic.protocol.worker import is_worker
 from torchelastic.training.collectives import Ranks
 from torchelastic.training.nested import map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
@@ -56,6 +60,7 @@ class TorchState:
     _checkpointer: Checkpointer | None
     _values: dict[str, Any]
     _samplers: list[ElasticSampler]
+    _sigterm: _Sigterm
     _kind: int
     _has_stepped: bool
     _is_at_commit: bool
@@ -69,6 +74,7 @@ class TorchState:
                 raise TypeError(f"{name} cannot be the name of a value of TorchState: choose another one.")
         self.__dict__.update(commits=0, _checkpointer=checkpointer, _values=values)
         self.__dict__.update(_kind=_INITIAL, _has_stepped=False, _is_at_commit=False)
+        self.__dict__["_sigterm"] = _Sigterm()
         self._find_samplers()
         for value in values.values():
             if isinstance(value, torch.optim.Optimizer):
@@ -103,11 +109,12 @@ class TorchState:
         for sampler in self._samplers:
             sampler.advance()
         if self._checkpointer is not None:
-            change_ahead = notice() is not None
+            change_ahead = notice() is not None or self._sigterm.received
             self._checkpointer.save(self.commits, self.state_dict, force=change_ahead)
             if change_ahead:
                 self._checkpointer.wait()
                 answer_notice()
+                self._sigterm.end()
         heartbeat()
         if WORLDS.changed:
             self.__dict__["_is_at_commit"] = True
@@ -200,6 +207,8 @@ class TorchState:
         self.__dict__.update(_kind=_TRAINED, _has_stepped=False, _is_at_commit=False)
         if self._checkpointer is not None:
             ask_for_notice()
+            if ranks.size == 1 and not is_worker():
+                self._sigterm.catch()
         step(self.commits)
 
     def save(self) -> None:
@@ -207,6 +216,45 @@ class TorchState:
         if self._checkpointer is not None:
             self._checkpointer.save(self.commits, self.state_dict, force=True)
             self._checkpointer.wait()
+            self._sigterm.end()
+
+
+class _Sigterm:
+    """SIGTERM of a process that has neither an agent nor other ranks: it ends when the state is saved.
+
+    Other ranks would wait for this one. A second SIGTERM ends the process at once.
+
+    Attributes:
+        received: whether the signal was received.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._catches = False
+
+    def catch(self) -> None:
+        """Catch the signal if the program does not, and this is the main thread."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        owner = os.getpid()
+
+        def take(*_: object) -> None:
+            self.received = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if os.getpid() != owner:  # this is a fork, which has inherited the handler
+                signal.raise_signal(signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, take)
+        self._catches = True
+
+    def end(self) -> None:
+        """Leave the signal to its default, which ends this process if the signal was received."""
+        if self._catches:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._catches = False
+            if self.received:
+                signal.raise_signal(signal.SIGTERM)
 
 
 def _sampler(value: Any) -> ElasticSampler | None:  # noqa: ANN401 - any value
