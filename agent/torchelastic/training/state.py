@@ -12,6 +12,7 @@ from torchelastic.training.collectives import Ranks
 from torchelastic.training.nested import map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
+from torchelastic.training.shards import sharded_tensors
 from torchelastic.training.world import WORLDS, WorldChanged
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class TorchState:
         it twice, on all ranks alike. In any other case, the whole state is sent.
 
         Raises:
-            TypeError: a value of the state cannot be sent.
+            TypeError: a value of the state cannot be sent, or is sharded, and the world has changed.
             RuntimeError: a rank was lost meanwhile.
         """
         ranks = Ranks()
@@ -187,11 +188,11 @@ class TorchState:
         kind, _, has_whole_step, is_at_commit = found[source]
         saved = None
         if kind == _TRAINED:
+            self._check_that_it_can_move()
             if self._checkpointer is not None:
                 ask_for_notice()
-            if self._checkpointer is not None:
                 self._checkpointer.join()
-        elif self._checkpointer is not None and (saved := self._checkpointer.load()) is not None:
+        elif self._checkpointer is not None and (saved := self._checkpointer.load(self.state_dict())) is not None:
             self.load_state_dict(saved)
         elif kind == _PARTIAL:
             raise RuntimeError("The only rank with the state was lost while it sent it, and there is no checkpoint.")
@@ -210,6 +211,13 @@ class TorchState:
             if ranks.size == 1 and not is_worker():
                 self._sigterm.catch()
         step(self.commits)
+
+    def _check_that_it_can_move(self) -> None:
+        if sharded_tensors(self.state_dict()):
+            raise TypeError(
+                "The state is sharded, so it cannot move to another world: call init_process_group() before the "
+                "function of @elastic, and the workers restart from the last checkpoint."
+            )
 
     def save(self) -> None:
         """Save the state if its last commit is not saved, and wait until it is written."""
