@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import torchelastic
 from tests.support.agents import AgentProcess
 
 if TYPE_CHECKING:
@@ -108,19 +111,74 @@ async def test_ranks_of_another_number_continue_with_the_same_state(tmp_path: Pa
     assert "The state is sharded, so it cannot move to another world" in await run(tmp_path, 2, 8, "again")
 
 
-@pytest.mark.parametrize("damage", ["torn", "missing", "without a manifest"])
-async def test_a_damaged_part_leads_to_the_checkpoint_before(tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_part_leads_to_the_checkpoint_before(tmp_path: Path) -> None:
     await run(tmp_path, 2, 3)
-    saved = sorted((tmp_path / "checkpoints").glob("*-0001-of-0002.pt"))
-    # Without every=, only the last steps are sure to be saved: training does not wait for the disk.
-    newest, before = saved[-1], int(saved[-2].name.split("-")[2])
-    if damage == "torn":
-        newest.write_bytes(newest.read_bytes()[:-1])
+    for damage in ("torn", "missing", "without a manifest"):
+        (folder := tmp_path / damage).mkdir()
+        shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
+        before, newest = sorted((folder / "checkpoints").glob("*-0001-of-0002.pt"))
+        if damage == "torn":
+            newest.write_bytes(newest.read_bytes()[:-1])
+        else:
+            (newest if damage == "missing" else newest.with_suffix(".json")).unlink()
+        output = await run(folder, 3, 4)
+        step = int(before.name.split("-")[2])  # not always 2: training does not wait for the disk
+        assert beginnings(output) == [f"rank {rank} begins at step {step}" for rank in range(3)]
+        assert output.count("cannot be loaded") == (damage != "without a manifest")
+
+
+LAYOUTS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+import torchelastic
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (2, 2) if ranks == 4 else (ranks,))
+layouts = {"rows": [Shard(0)], "columns": [Shard(1)], "whole": [Replicate()], "part": [Shard(0)]}
+if ranks == 4:
+    layouts = {
+        "rows": [Replicate(), Shard(0)], "columns": [Shard(0), Shard(1)], "whole": [Replicate(), Replicate()],
+        "part": [Shard(0), Shard(0)],
+    }
+
+def state_of(value):
+    state = {name: distribute_tensor(value, mesh, layout) for name, layout in layouts.items()}
+    small = distribute_tensor(torch.ones(1) * value[0, 1], mesh, layouts["rows"])  # most ranks have no part of it
+    return {**state, "again": state["rows"], "small": small, "plain": value[0]}
+
+value = torch.arange(77.0).view(7, 11)
+with torchelastic.Checkpointer(sys.argv[1], every=100) as checkpointer:
+    state = checkpointer.load(zeros := state_of(torch.zeros(7, 11)))
+    if state is None:
+        assert not checkpointer.save(1, state_of(value))
+        assert checkpointer.save(2, state_of(value), force=rank == 1)  # of one rank only, as after a notice
+        assert not checkpointer.save(2, state_of(value), force=True)
     else:
-        (newest if damage == "missing" else newest.with_suffix(".json")).unlink()
-    output = await run(tmp_path, 3, 4)
-    assert beginnings(output) == [f"rank {rank} begins at step {before}" for rank in range(3)]
-    assert output.count("cannot be loaded") == (damage != "without a manifest")
+        for name in (*layouts, "again"):
+            assert torch.equal(state[name].full_tensor(), value), name
+            assert torch.equal(zeros[name].full_tensor(), value), name  # overwritten
+        assert state["small"].full_tensor().tolist() == [1]
+        assert torch.equal(state["plain"], value[0])
+    print(f"rank {rank} of {ranks} is done", flush=True)
+dist.destroy_process_group()
+"""
+
+
+async def test_each_layout_can_be_loaded_into_another_one(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(LAYOUTS)
+    for ranks in (4, 3, 4):
+        flags = ("--standalone", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1", "--max-restarts=0")
+        async with AgentProcess(*flags, program, tmp_path / "checkpoints") as agent:
+            assert await agent.code() == 0, agent.output
+        assert agent.output.count(f"of {ranks} is done") == ranks
+    whole = torchelastic.Checkpointer(tmp_path / "checkpoints").load()
+    assert whole is not None
+    assert torch.equal(whole["columns"], torch.arange(77.0).view(7, 11))
 
 
 async def test_a_sharded_state_needs_a_shared_folder(tmp_path: Path) -> None:

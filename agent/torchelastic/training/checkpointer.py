@@ -153,7 +153,8 @@ class Checkpointer:
             force: whether to save even if no checkpoint is due, unless the step is saved already. The call then waits
                 for the previous write. Use it before the program ends; :meth:`close` waits for the last write.
 
-        If the state that :meth:`load` got is sharded, the ranks agree in each call, so that all begin or none does.
+        If the state that :meth:`load` got is sharded, the ranks agree in each call, so that all begin or none does. If
+        one of them passes `force`, the call returns when all ranks have written.
 
         Returns:
             Whether this rank has begun to write a checkpoint.
@@ -168,7 +169,11 @@ class Checkpointer:
             raise RuntimeError("Call load() before save(): in it, the ranks agree on where the training starts.")
         if step < 0:
             raise ValueError(f"step must be 0 or more, not {step}.")
-        if not (self._begins(step, force) if self._sharing is None else self._all_begin(step, force, self._sharing)):
+        if self._sharing is None:
+            begins = self._begins(step, force)
+        else:
+            begins, force = self._all_begin(step, force, self._sharing)
+        if not begins:
             return False
         report = report_checkpoint()
         content: Any = state() if callable(state) else state
@@ -184,6 +189,9 @@ class Checkpointer:
         self._writing = threading.Thread(target=self._write, args=(name, copied, parts, report), name="checkpoint")
         with blocked_signals():
             self._writing.start()
+        if force and self._sharing is not None:
+            self.wait()
+            self._sharing.gather(step)  # before a rank answers a notice, all have written
         return True
 
     def _begins(self, step: int, force: bool) -> bool:
@@ -193,12 +201,13 @@ class Checkpointer:
             self.wait()
         return not self._is_writing() and step != self._written_step
 
-    def _all_begin(self, step: int, force: bool, ranks: Ranks) -> bool:
+    def _all_begin(self, step: int, force: bool, ranks: Ranks) -> tuple[bool, bool]:
+        """Return whether all ranks begin to write, and whether one of them forces it."""
         own = force, self._is_due(step), self._is_writing(), step != self._written_step
         forced, due, writing, unwritten = map(any, zip(*ranks.gather(*own), strict=True))
         if forced:
             self.wait()
-        return unwritten and (forced or (due and not writing))
+        return unwritten and (forced or (due and not writing)), forced
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
