@@ -126,7 +126,7 @@ async def test_one_rank_writes_into_a_shared_folder_and_ranks_of_another_number_
     assert said == {"loaded 0 on rank 0", "loaded 0 on rank 1", "wrote True on rank 0", "wrote False on rank 1"}
     said = await run(tmp_path, 3, "sharded")
     assert {line for line in said if line.startswith("loaded")} == {f"loaded 1 on rank {rank}" for rank in range(3)}
-    assert "state['weight'] is a DTensor: save tensors of this kind with torch.distributed.checkpoint." in said
+    assert "state['weight'] is sharded: pass the state to load(), too, on all ranks." in said
 
 
 async def test_ranks_with_their_own_folders_continue_at_the_same_step(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def state_of(make):
         types=[make(numbers.to(each)) for each in types],
         forms=(make(torch.tensor(3.0)), make(torch.empty(0, 2)), make(numbers.view(3, 4).t()), make(ones.expand(2, 3))),
         conjugate=make(torch.tensor([1 + 2j]).conj()),
+        sparse=make(torch.eye(3)).to_sparse(),
         shared=[large, large],
         ordered=collections.OrderedDict(b=1, a=make(ones)),
         plain={"set": {1, 2}, "text": "a", "none": None, 3: 1.5, "size": torch.Size([2])},

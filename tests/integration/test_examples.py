@@ -142,6 +142,21 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
         torch.testing.assert_close(checkpoint["model"], wanted["model"], rtol=0.02, atol=0.02)
 
 
+def test_a_sharded_model_continues_with_another_number_of_ranks(tmp_path: Path) -> None:
+    program = (EXAMPLES / "fsdp2.py", tmp_path / "checkpoints")
+    flags = ("--standalone", "--local-addr=127.0.0.1")
+    with agent(*flags, "--nproc-per-node=2", *program, "--epochs=2", OMP_NUM_THREADS=1) as process:
+        output = output_of(process)
+    assert "training begins at step 0 with 2 ranks" in output
+    assert "training ends at step 32 with" in output
+    with agent(*flags, "--nproc-per-node=3", *program, "--epochs=12", OMP_NUM_THREADS=1) as process:
+        output = output_of(process)
+    assert "training begins at step 32 with 3 ranks" in output
+    losses = re.findall(r"training ends at step 192 with the loss (\S+)", output)
+    assert len(losses) == 3
+    assert max(map(float, losses)) < 0.2
+
+
 def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folder(digits: Any, tmp_path: Path) -> None:
     for folder, step in (("digits/0", 7), ("digits/2", 9), ("another/0", 20), ("digits/notes", 30)):
         (tmp_path / folder).mkdir(parents=True)

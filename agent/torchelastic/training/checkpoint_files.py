@@ -3,6 +3,10 @@
 A checkpoint is two files: ``checkpoint-<token>-<step>-<rank>.pt`` has the state, and the manifest, which is written
 last, has the same name with ``.json``. The checkpoint counts if the manifest is there and describes the state's file.
 
+If the state is sharded, each rank writes two such files, ``checkpoint-<token>-<step>-<rank>-of-<ranks>``: rank 0's have
+the form of the state, and all have the parts of their rank. The checkpoint counts if the manifests of all ranks are
+there, so the ranks need not wait for each other.
+
 The token fences writers: each start of the training has a higher token than all before, and the newest checkpoint is
 the one with the highest token, then the highest step. Once a later round has written a checkpoint, those of a writer
 that has outlived its round are older. The file ``token-<token>`` reserves a token before the first checkpoint.
@@ -10,6 +14,7 @@ that has outlived its round are older. The file ``token-<token>`` reserves a tok
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import io
@@ -20,34 +25,48 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+from torchelastic.training.shards import Part
 
-_NAME: Final = re.compile(r"(?P<partial>\.partial-)?checkpoint-(\d+)-(\d+)-(\d+)\.(?P<suffix>pt|json)|token-(\d+)")
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+_NAME: Final = re.compile(
+    r"(?P<partial>\.partial-)?checkpoint-(\d+)-(\d+)-(\d+)(?:-of-(\d+))?\.(?P<suffix>pt|json)|token-(\d+)"
+)
 
 
 class CheckpointName(NamedTuple):
-    """A checkpoint: its token, its step, the rank that writes it, and its folder. A newer one compares as greater."""
+    """The files that one rank writes for a checkpoint: a newer one compares as greater.
+
+    Attributes:
+        ranks: the number of ranks that each write a part of it; 0 if this rank writes all of it.
+    """
 
     token: int
     step: int
     rank: int
     folder: str
+    ranks: int = 0
 
     @property
     def path(self) -> str:
         """The path of both files without the suffix."""
-        return f"{self.folder}/checkpoint-{self.token:06}-{self.step:09}-{self.rank:04}"
+        of = f"-of-{self.ranks:04}" if self.ranks else ""
+        return f"{self.folder}/checkpoint-{self.token:06}-{self.step:09}-{self.rank:04}{of}"
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """The content of a manifest: the token and the step, and the size in bytes and the SHA-256 of the state's file."""
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of a manifest: the token and the step, and the size in bytes and the SHA-256 of the state's file.
+
+    For a sharded state, `parts` has the place of this rank's part of each tensor.
+    """
 
     token: int
     step: int
     size: int
     sha256: str
-    version: Literal[1] = 1
+    version: Literal[1]
+    parts: dict[str, Part] = {}
 
 
 class CheckpointFiles:
@@ -71,12 +90,23 @@ class CheckpointFiles:
         self._of_pod = of_pod and self.folder.rpartition("/")[2].isdecimal()
 
     def checkpoints(self) -> list[CheckpointName]:
-        """Return all checkpoints that have a manifest; they may be damaged.
+        """Return the checkpoints that have all their manifests, each of their ranks by itself; they may be damaged.
 
         Raises:
             OSError: a folder cannot be read.
         """
-        return [name for name, match in self._entries() if match["suffix"] == "json" and not match["partial"]]
+        names = {name for name, match in self._entries() if match["suffix"] == "json" and not match["partial"]}
+        found = collections.Counter((name.token, name.step, name.ranks) for name in names)
+        return [name for name in names if found[name.token, name.step, name.ranks] >= name.ranks]
+
+    def of_all_ranks(self, name: CheckpointName) -> list[CheckpointName]:
+        """Return the names of a sharded checkpoint in the order of the ranks.
+
+        Raises:
+            OSError: a folder cannot be read.
+        """
+        own = name.token, name.step, name.ranks
+        return sorted(each for each in self.checkpoints() if (each.token, each.step, each.ranks) == own)
 
     def highest_token(self) -> int:
         """Return the highest token of any file; 0 if there is none."""
@@ -113,6 +143,31 @@ class CheckpointFiles:
                     return True
         return False
 
+    def manifest(self, name: CheckpointName) -> Manifest:
+        """Return a manifest.
+
+        Raises:
+            ValueError: it is malformed.
+            OSError: it is missing or cannot be read.
+        """
+        try:
+            return msgspec.json.decode(self._files.cat_file(f"{name.path}.json"), type=Manifest)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"its manifest is malformed: {error}") from None
+
+    def load_on_demand(self, name: CheckpointName) -> dict[str, Any]:
+        """Return the content of a checkpoint's file without a check of it; what is not used is not read from a disk.
+
+        Raises:
+            Exception: the file cannot be loaded.
+        """
+        import torch
+
+        path = f"{name.path}.pt"
+        file: Any = path if self._is_local else io.BytesIO(self._files.cat_file(path))
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=self._is_local)
+        return content
+
     @contextlib.contextmanager
     def verified(self, name: CheckpointName) -> Iterator[tuple[BinaryIO, str]]:
         """Open the file of a checkpoint's state within a block, and return it with its SHA-256.
@@ -121,10 +176,7 @@ class CheckpointFiles:
             ValueError: the manifest is malformed, or the file is not the one that the manifest describes.
             OSError: a file is missing or cannot be read.
         """
-        try:
-            manifest = msgspec.json.decode(self._files.cat_file(f"{name.path}.json"), type=Manifest)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"its manifest is malformed: {error}") from None
+        manifest = self.manifest(name)
         path = f"{name.path}.pt"
         with Path(path).open("rb") if self._is_local else io.BytesIO(self._files.cat_file(path)) as file:
             size = file.seek(0, os.SEEK_END)
@@ -136,8 +188,13 @@ class CheckpointFiles:
             file.seek(0)
             yield file, manifest.sha256
 
-    def write(self, name: CheckpointName, state: object) -> None:
-        """Write a checkpoint; when this returns, it is complete on the disk.
+    def write(self, name: CheckpointName, state: object, parts: Mapping[str, Part]) -> None:
+        """Write a checkpoint, or one rank's files of it; when this returns, they are complete on the disk.
+
+        Args:
+            name: the name of the files.
+            state: their content.
+            parts: for the manifest, if the state is sharded.
 
         Raises:
             Exception: of the file system; the incomplete files are then deleted.
@@ -152,7 +209,7 @@ class CheckpointFiles:
                     torch.save(state, hashed)  # type: ignore[arg-type] # needs only write() and flush()
                 except RuntimeError as error:  # torch's own, after an error of the file
                     raise hashed.error or error from None
-            manifest = Manifest(name.token, name.step, hashed.size, hashed.digest.hexdigest())
+            manifest = Manifest(name.token, name.step, hashed.size, hashed.digest.hexdigest(), 1, {**parts})
             with self._replacing(f"{name.path}.json") as file:
                 file.write(msgspec.json.encode(manifest))
             if self._is_local:
@@ -177,6 +234,7 @@ class CheckpointFiles:
             self._delete(name)
         for name, match in list(self._entries()):
             is_own = (name.token, name.rank) == (writer.token, writer.rank) and match["suffix"] is not None
+            is_own &= name.step < writer.step  # other ranks may still write their parts of this one
             if (match["partial"] or name not in complete) and (is_own or name.token < writer.token):
                 with contextlib.suppress(FileNotFoundError):  # its writer still runs, and has renamed it
                     self._files.rm_file(f"{name.folder}/{match.string}")
@@ -192,8 +250,9 @@ class CheckpointFiles:
         for folder in self._folders():
             for path in self._list(folder):
                 if match := _NAME.fullmatch(path.rpartition("/")[2]):
-                    _, token, step, rank, _, reserved = match.groups()
-                    yield CheckpointName(int(token or reserved), int(step or 0), int(rank or 0), folder), match
+                    _, token, step, rank, ranks, _, reserved = match.groups()
+                    numbers = int(token or reserved), int(step or 0), int(rank or 0)
+                    yield CheckpointName(*numbers, folder, int(ranks or 0)), match
 
     def _folders(self) -> list[str]:
         if not self._of_pod:

@@ -1,7 +1,8 @@
-"""Checkpoints of a program whose ranks have the same state, as with DistributedDataParallel.
+"""Checkpoints of a program whose ranks have the same state, as with DistributedDataParallel, or parts of it (FSDP2).
 
 All ranks load the same checkpoint: the newest complete one that any rank can read. They agree on it when the training
-starts, so it does not matter whether their folders are the same. One rank writes into each folder.
+starts, so it does not matter whether their folders are the same. One rank writes into each folder. If the state is
+sharded, each rank writes its part into the folder that all share.
 :mod:`torchelastic.training.checkpoint_files` describes the files.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import logging
 import os
 import secrets
@@ -24,9 +26,12 @@ from torchelastic.training.connection import blocked_signals
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.nested import HostCopies
 from torchelastic.training.progress import CheckpointReport, report_checkpoint
+from torchelastic.training.shards import Part, join, sharded_tensors, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Checkpointer"]
 
@@ -73,29 +78,46 @@ class Checkpointer:
         self._every, self._keep = every, keep
         self._damaged: set[CheckpointName] = set()
         self._token = self._rank = 0
+        self._mark = b""
         self._is_writer = False
         self._last_step, self._last_time = 0, time.monotonic()
         self._written_step: int | None = None
         self._writing: threading.Thread | None = None
         self._copies = HostCopies()
+        self._sharing: Ranks | None = None  # the ranks among which the state is sharded
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, state: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the state of the newest checkpoint that any rank can read, on the CPU; None if there is none.
 
         All ranks call this together, after ``init_process_group()`` and before :meth:`save`, and get the same state. A
         damaged checkpoint is logged as a warning, and the next older one is loaded. To return to the last checkpoint in
         the same process, call it again.
 
+        Args:
+            state: the present state, if it is sharded, as by FSDP2's ``fully_shard``. Its DTensors are overwritten with
+                those of the checkpoint, and are part of the result. A DTensor of the checkpoint that it lacks, such as
+                the state of a new optimizer, gets the layout of one with the same shape and the same parts; without
+                one, it becomes a whole tensor. The checkpoint may come from another number of ranks.
+
         Raises:
             NonRetryableException: on all ranks, if there are checkpoints, but none can be loaded.
-            SettingsError: this process is one of several, and there is no process group.
+            SettingsError: this process is one of several, and there is no process group; or the state is sharded, and
+                a rank does not see the folder.
+            TypeError: the state contains an object that could not be saved.
             OSError: the folder cannot be read.
         """
         self.wait()
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing = None
+        own = sharded_tensors(state)
         with self._join() as ranks:
-            step, state = self._load_newest(ranks)
+            if own and not all(sees for (sees,) in ranks.gather(self._files.sees_mark(self._token, self._mark))):
+                raise SettingsError(f"Not all ranks see {self._files.folder}: a sharded state needs a shared folder.")
+            step, loaded = self._load_newest(ranks, own)
+        self._sharing = Ranks.on_host() if own else None
         self._last_step, self._last_time, self._written_step = max(step, 0), time.monotonic(), None
-        return state
+        return loaded
 
     def join(self) -> None:
         """Agree with other ranks on who writes, when ranks have joined or left. All ranks call this together.
@@ -111,7 +133,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[Ranks]:
-        with Ranks.on_host() as ranks:
+        with contextlib.closing(Ranks.on_host()) as ranks:
             self._rank = ranks.rank
             self._token = self._reserve_token(ranks)
             yield ranks
@@ -131,12 +153,15 @@ class Checkpointer:
             force: whether to save even if no checkpoint is due, unless the step is saved already. The call then waits
                 for the previous write. Use it before the program ends; :meth:`close` waits for the last write.
 
+        If the state that :meth:`load` got is sharded, the ranks agree in each call, so that all begin or none does. If
+        one of them passes `force`, the call returns when all ranks have written.
+
         Returns:
             Whether this rank has begun to write a checkpoint.
 
         Raises:
-            TypeError: the state contains a tensor that is not a plain one, such as a DTensor, or another object that
-                could not be loaded; only on ranks that write.
+            TypeError: the state contains an object that could not be loaded, or a DTensor that :meth:`load` did not
+                get; only on ranks that write.
             RuntimeError: :meth:`load` was not called.
             ValueError: the step is negative.
         """
@@ -144,23 +169,45 @@ class Checkpointer:
             raise RuntimeError("Call load() before save(): in it, the ranks agree on where the training starts.")
         if step < 0:
             raise ValueError(f"step must be 0 or more, not {step}.")
+        if self._sharing is None:
+            begins = self._begins(step, force)
+        else:
+            begins, force = self._all_begin(step, force, self._sharing)
+        if not begins:
+            return False
+        report = report_checkpoint()
+        content: Any = state() if callable(state) else state
+        parts: dict[str, Part] = {}
+        if self._sharing is not None:
+            form, parts, contents = split(content)
+            content = {"form": form if self._rank == 0 else None, "parts": contents}
+        copied = self._copies.copy(content)
+        self._last_step, self._last_time = step, time.monotonic()
+        ranks = 0 if self._sharing is None else self._sharing.size
+        name = CheckpointName(self._token, step, self._rank, self._files.folder, ranks)
+        # Python waits for this thread before it exits.
+        self._writing = threading.Thread(target=self._write, args=(name, copied, parts, report), name="checkpoint")
+        with blocked_signals():
+            self._writing.start()
+        if force and self._sharing is not None:
+            self.wait()
+            self._sharing.gather(step)  # before a rank answers a notice, all have written
+        return True
+
+    def _begins(self, step: int, force: bool) -> bool:
         if not self._is_writer or not (force or self._is_due(step)):
             return False
         if force:
             self.wait()
-        elif self._writing is not None and self._writing.is_alive():
-            return False
-        if step == self._written_step:
-            return False
-        report = report_checkpoint()
-        copied = self._copies.copy(state() if callable(state) else state)
-        self._last_step, self._last_time = step, time.monotonic()
-        name = CheckpointName(self._token, step, self._rank, self._files.folder)
-        # Python waits for this thread before it exits.
-        self._writing = threading.Thread(target=self._write, args=(name, copied, report), name="checkpoint")
-        with blocked_signals():
-            self._writing.start()
-        return True
+        return not self._is_writing() and step != self._written_step
+
+    def _all_begin(self, step: int, force: bool, ranks: Ranks) -> tuple[bool, bool]:
+        """Return whether all ranks begin to write, and whether one of them forces it."""
+        own = force, self._is_due(step), self._is_writing(), step != self._written_step
+        forced, due, writing, unwritten = map(any, zip(*ranks.gather(*own), strict=True))
+        if forced:
+            self.wait()
+        return unwritten and (forced or (due and not writing)), forced
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -182,9 +229,12 @@ class Checkpointer:
             return time.monotonic() - self._last_time >= self._every.total_seconds()
         return step - self._last_step >= self._every
 
-    def _write(self, name: CheckpointName, state: object, report: CheckpointReport) -> None:
+    def _is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
+
+    def _write(self, name: CheckpointName, state: object, parts: Mapping[str, Part], report: CheckpointReport) -> None:
         try:
-            self._files.write(name, state)
+            self._files.write(name, state, parts)
         except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
             logger.warning("The checkpoint of step %d was not written, and training continues: %s", name.step, error)
             return
@@ -203,11 +253,12 @@ class Checkpointer:
         if ranks.rank == 0:
             token = self._reserve(token, b"%x" % mark)
         token, mark = ranks.gather(token, mark)[0]
+        self._mark = b"%x" % mark
         self._is_writer = ranks.rank == 0 or (
-            os.environ.get("LOCAL_RANK", "0") == "0" and not self._files.sees_mark(token, b"%x" % mark)
+            os.environ.get("LOCAL_RANK", "0") == "0" and not self._files.sees_mark(token, self._mark)
         )
         if self._is_writer and ranks.rank != 0:
-            self._reserve(token, b"%x" % mark)
+            self._reserve(token, self._mark)
         return token
 
     def _reserve(self, token: int, mark: bytes) -> int:
@@ -218,16 +269,23 @@ class Checkpointer:
             logger.warning("No checkpoint can be written, and training continues: %s", error)
         return token
 
-    def _load_newest(self, ranks: Ranks) -> tuple[int, dict[str, Any] | None]:
+    def _load_newest(self, ranks: Ranks, sharded: Mapping[str, DTensor]) -> tuple[int, dict[str, Any] | None]:
         """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""
         why = ""
         while True:  # another writer may delete checkpoints meanwhile, so each attempt lists them again
             own = max((each for each in self._files.checkpoints() if each not in self._damaged), default=_NONE)
-            token, step = max(ranks.gather(own.token, own.step))
+            token, step, count = max(ranks.gather(own.token, own.step, own.ranks))
             if step == _NONE.step:
                 if any(damaged for (damaged,) in ranks.gather(len(self._damaged))):
                     raise NonRetryableException(why or "No checkpoint can be loaded: the other ranks' logs say why.")
                 return step, None
+            if count:
+                name = CheckpointName(token, step, 0, self._files.folder, count)
+                state, reason = self._load_sharded(ranks, name, sharded)
+                if state is not None:
+                    return step, state
+                why = why or reason
+                continue
             checksum, state = 0, None
             with contextlib.ExitStack() as stack:
                 if (own.token, own.step) == (token, step):
@@ -236,13 +294,8 @@ class Checkpointer:
                         state = _load(file)
                         checksum = int(sha256[:15], 16)
                     except Exception as error:  # noqa: BLE001 - torch.load() raises several kinds
-                        reason = f"{error}".partition("\n")[0]
-                        logger.warning("The checkpoint %s.pt cannot be loaded: %s", own.path, reason)
+                        why = why or self._refuse(own, error)
                         self._damaged.add(own)
-                        why = why or (
-                            f"No checkpoint can be loaded, the newest ({own.path}.pt) because {reason}. To train from "
-                            "the beginning, move the checkpoints to another folder."
-                        )
                 checksums = [each for (each,) in ranks.gather(checksum)]
                 source = next((rank for rank, each in enumerate(checksums) if each), None)
                 if source is None:
@@ -252,6 +305,44 @@ class Checkpointer:
                     if checksum != checksums[source]:
                         state = received
             return step, state
+
+    def _load_sharded(
+        self, ranks: Ranks, name: CheckpointName, sharded: Mapping[str, DTensor]
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Return the state of a sharded checkpoint, if all ranks can read it, and why this rank cannot."""
+        names: list[CheckpointName] = []
+        state, why, at = None, "", name
+        try:
+            names = self._files.of_all_ranks(name)
+            if len(names) != name.ranks:
+                raise FileNotFoundError("this rank does not see all its files")  # noqa: TRY301 - like a missing file
+            for at in names[ranks.rank :: ranks.size]:
+                with self._files.verified(at):
+                    pass  # each file is verified by one rank
+        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
+            why = self._refuse(at, error)
+        if all(is_readable for (is_readable,) in ranks.gather(not why)):
+            load = functools.cache(self._files.load_on_demand)
+            try:
+                places = [self._files.manifest(each).parts for each in names]
+                state = join(
+                    load(names[0])["form"], places, lambda rank, part: load(names[rank])["parts"][part], sharded
+                )
+            except Exception as error:  # noqa: BLE001 - torch.load() raises several kinds
+                why = self._refuse(names[0], error)
+            if all(is_loaded for (is_loaded,) in ranks.gather(state is not None)):
+                return state, why
+        self._damaged.update(names)
+        return None, why
+
+    def _refuse(self, name: CheckpointName, error: Exception) -> str:
+        """Log why a checkpoint cannot be loaded, and return what to do if there is no other one."""
+        reason = f"{error}".partition("\n")[0]
+        logger.warning("The checkpoint %s.pt cannot be loaded: %s", name.path, reason)
+        return (
+            f"No checkpoint can be loaded, the newest ({name.path}.pt) because {reason}. To train from the beginning, "
+            "move the checkpoints to another folder."
+        )
 
 
 def _load(file: BinaryIO) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
 import os
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.errors import SettingsError
-from torchelastic.training.nested import is_alike, map_tensors
+from torchelastic.training.nested import is_alike, is_dense, is_sharded, map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     import torch
     from torch.distributed import ProcessGroup
@@ -53,20 +52,22 @@ class Ranks:
             raise SettingsError("The ranks load a checkpoint together: call init_process_group() before load().")
 
     @classmethod
-    @contextlib.contextmanager
-    def on_host(cls) -> Iterator[Ranks]:
-        """Return a context manager for a block in which the ranks exchange data in the memory of the host."""
+    def on_host(cls) -> Ranks:
+        """Return the ranks, which exchange data in the memory of the host; call :meth:`close` at the end."""
         import torch.distributed as dist
 
         ranks = cls()
         if ranks._device.type == "cpu":
-            yield ranks
-            return
+            return ranks
         group: Any = dist.new_group(backend="gloo")
-        try:
-            yield cls(group)
-        finally:
-            dist.destroy_process_group(group)
+        return cls(group)
+
+    def close(self) -> None:
+        """Destroy the process group, if it is not the default one."""
+        if self._group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self._group)
 
     def gather(self, *values: int) -> list[tuple[int, ...]]:
         """Return the values that each rank passes, in the order of the ranks."""
@@ -85,7 +86,7 @@ class Ranks:
 
         Args:
             state: nested values. On the other ranks than the source, the tensors that have the same name and form are
-                overwritten, and returned; None for no such tensors.
+                overwritten, and returned; None for no such tensors. Each rank keeps its own sharded tensors.
             source: the rank.
 
         Raises:
@@ -96,8 +97,14 @@ class Ranks:
         import torch
 
         own: dict[str, torch.Tensor] = {}
+        sharded: dict[str, torch.Tensor] = {}
 
         def form_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            if is_sharded(tensor):
+                sharded[name] = tensor
+                return torch.empty(0)
+            if not is_dense(tensor):
+                return tensor  # sent with the form
             own[name] = tensor
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
@@ -114,13 +121,17 @@ class Ranks:
         received: list[torch.Tensor] = []
 
         def place(form: torch.Tensor, name: str) -> torch.Tensor:
+            if name in sharded:
+                return sharded[name]
+            if not form.is_meta:
+                return form.to(self._device)
             tensor = own.get(name)
             if tensor is None or not (is_alike(tensor, form) and tensor.device == self._device):
                 tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
             received.append(tensor)
             return tensor
 
-        state = map_tensors(torch.load(io.BytesIO(saved), weights_only=True), place)
+        state = map_tensors(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True), place)
         self._send(received, source)
         return state
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def map_tensors(
 
     Args:
         value: the values.
-        change: a function that gets a tensor and its name, such as ``state['weight']``, and returns another tensor. It
-            is called once for a tensor that occurs several times, such as a weight that layers share.
+        change: a function that gets a tensor, which may be a DTensor, and its name, such as ``state['weight']``, and
+            returns another tensor. It is called once for a tensor that occurs several times, such as a weight that
+            layers share.
         name: the name of the values.
 
     Raises:
@@ -42,13 +44,17 @@ def map_tensors(
         kind = type(value)
         if isinstance(value, torch.Tensor):
             plain = value.detach()
-            if type(plain) is not torch.Tensor or plain.layout != torch.strided or plain.is_quantized:
-                what = kind.__name__ if type(plain) is not torch.Tensor else "sparse or quantized tensor"
-                raise TypeError(f"{name} is a {what}: save tensors of this kind with torch.distributed.checkpoint.")
-            key = (plain.data_ptr() or id(value), plain.shape, plain.stride(), plain.dtype, plain.device)
-            if key not in changed:
-                changed[key] = change(plain, name)
-            return changed[key]
+            local = plain.to_local() if is_sharded(plain) else plain  # type: ignore[attr-defined] # a DTensor
+            if type(local) is not torch.Tensor:
+                raise TypeError(
+                    f"{name} is a {kind.__name__}: save tensors of this kind with torch.distributed.checkpoint."
+                )
+            identity: tuple[Hashable, ...] = (id(value),)
+            if is_dense(local) and local.data_ptr():
+                identity = (local.data_ptr(), plain.shape, plain.stride(), plain.dtype, plain.device)
+            if identity not in changed:
+                changed[identity] = change(plain, name)
+            return changed[identity]
         if kind in (*_PLAIN, torch.Size, torch.device, torch.dtype):
             return value
         if kind in _MAPPINGS:
@@ -84,6 +90,12 @@ class HostCopies:
         buffers, self._buffers = self._buffers, {}
 
         def copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
+            if tensor.is_meta:  # a part of a form
+                return tensor
+            if is_sharded(tensor):
+                raise TypeError(f"{name} is sharded: pass the state to load(), too, on all ranks.")
+            if not is_dense(tensor):
+                return tensor.to("cpu", copy=True)
             buffer = buffers.get(name)
             if buffer is None or not is_alike(buffer, tensor):
                 buffer = torch.empty_like(tensor, device="cpu")
@@ -91,6 +103,19 @@ class HostCopies:
             return buffer
 
         return map_tensors(state, copied)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported by a program that shards
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor quantized."""
+    import torch
+
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _LONGEST: Final = 1e6
 """Maximum number of seconds in a request; the agent also applies its own limit."""
 
+_RETRY_INTERVAL: Final = 1.0
+"""Seconds between two attempts to send a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -84,6 +87,7 @@ class Notices:
         self._lock = threading.RLock()  # reentrant: a signal handler may answer
         self._callback: Callable[[Notice], object] | None = None
         self._signals: set[int] = set()
+        self._request: WorkerMessage | None = None
         self._pending: tuple[int, Notice] | None = None
         self._shown = 0
         self._answered = 0
@@ -91,7 +95,8 @@ class Notices:
     def ask_for_notice(self, seconds: float = 30.0, callback: Callable[[Notice], object] | None = None) -> None:
         """Ask for time to save a checkpoint before a planned change of the round.
 
-        The request is valid until the worker exits; another call replaces it. The agent's ``--notice`` limits the time.
+        The request is valid until the worker exits; another call replaces it. If the agent cannot receive it now, a
+        thread sends it later. The agent's ``--notice`` limits the time.
 
         Args:
             seconds: maximum time that the change waits for this worker; 0 withdraws the request.
@@ -109,8 +114,9 @@ class Notices:
         with self._lock:
             self._callback = callback
             self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if AGENT_CONNECTION.send(WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))):
-            AGENT_CONNECTION.read(NoticeMessage, self._take, self._closed)
+            self._request = request = WorkerMessage(requested_notice=float(min(seconds, _LONGEST)))
+        if not self._is_sent(request):  # the agent is busy, or is stopped
+            run_in_thread(self._send_later, request)
 
     def notice(self) -> Notice | None:
         """Return the notice that this worker has not answered yet, or None. The call is cheap enough to poll.
@@ -127,6 +133,20 @@ class Notices:
         """Answer the last notice that :func:`notice` returned; the round may then change at once."""
         if is_worker():
             self._answer(self._shown)
+
+    def _is_sent(self, request: WorkerMessage) -> bool:
+        """Send a request, unless a later call has replaced it; return False to try again."""
+        with self._lock:
+            if self._request is not request:
+                return True
+            if not AGENT_CONNECTION.send(request):
+                return False
+            AGENT_CONNECTION.read(NoticeMessage, self._take, self._closed)
+            return True
+
+    def _send_later(self, request: WorkerMessage) -> None:
+        while not self._is_sent(request):
+            time.sleep(_RETRY_INTERVAL)
 
     def _closed(self) -> None:
         self._pending = None

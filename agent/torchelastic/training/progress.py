@@ -17,6 +17,9 @@ from torchelastic.training.connection import AGENT_CONNECTION
 MIN_REPORT_INTERVAL: Final = 1.0
 """Minimum number of seconds between two reports of checkpoints, and between two attempts to send one."""
 
+_HEARTBEAT_INTERVAL: Final = 0.005
+"""Minimum number of seconds between two heartbeats; the others in between are dropped."""
+
 
 class CheckpointReport:
     """A checkpoint that is being written; it contains the state of the training at the beginning of the write.
@@ -111,6 +114,7 @@ class ProgressReporter:
         self._lock = threading.RLock()  # reentrant: a signal handler may report a checkpoint; never held while waiting
         self._unsent: dict[str, Any] = {}  # fields of a message
         self._next = -math.inf
+        self._next_heartbeat = -math.inf
 
     def begin_round(self) -> None:
         """Forget the steps of the previous round; this process continues in the next one."""
@@ -149,6 +153,16 @@ class ProgressReporter:
                 self._unsent = unsent | self._unsent
                 self._next = time.perf_counter() + MIN_REPORT_INTERVAL
 
+    def heartbeat(self) -> None:
+        """Report that this process makes progress, unless it has just done so."""
+        if (now := time.monotonic()) < self._next_heartbeat:
+            return
+        self._next_heartbeat = now + _HEARTBEAT_INTERVAL
+        path = os.environ.get(HEARTBEAT_FILE)
+        if path and is_worker():
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
     def _is_due(self, at_exit: bool) -> bool:
         return bool(self._unsent) and (at_exit or time.perf_counter() >= self._next)
 
@@ -166,7 +180,4 @@ def heartbeat() -> None:
     and reports a failure with the worker's stack. A program that is not written in Python touches the file named by
     ``TORCHELASTIC_HEARTBEAT_FILE`` instead; the variable is set if ``--heartbeat-timeout`` is set.
     """
-    path = os.environ.get(HEARTBEAT_FILE)
-    if path and is_worker():
-        with contextlib.suppress(OSError):
-            os.utime(path)
+    REPORTER.heartbeat()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from torchelastic.protocol.worker import is_worker
 from torchelastic.training.collectives import Ranks
 from torchelastic.training.nested import map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
+from torchelastic.training.shards import sharded_tensors
 from torchelastic.training.world import WORLDS, WorldChanged
 
 if TYPE_CHECKING:
@@ -55,6 +60,8 @@ class TorchState:
     commits: int
     _checkpointer: Checkpointer | None
     _values: dict[str, Any]
+    _samplers: list[ElasticSampler]
+    _sigterm: _Sigterm
     _kind: int
     _has_stepped: bool
     _is_at_commit: bool
@@ -68,6 +75,8 @@ class TorchState:
                 raise TypeError(f"{name} cannot be the name of a value of TorchState: choose another one.")
         self.__dict__.update(commits=0, _checkpointer=checkpointer, _values=values)
         self.__dict__.update(_kind=_INITIAL, _has_stepped=False, _is_at_commit=False)
+        self.__dict__["_sigterm"] = _Sigterm()
+        self._find_samplers()
         for value in values.values():
             if isinstance(value, torch.optim.Optimizer):
                 value.register_step_post_hook(lambda *_: self.__dict__.update(_has_stepped=True))
@@ -84,6 +93,11 @@ class TorchState:
         getattr(self, name)
         _check(name, value)
         self._values[name] = value
+        self._find_samplers()
+
+    def _find_samplers(self) -> None:
+        found = {id(sampler): sampler for value in self._values.values() if (sampler := _sampler(value)) is not None}
+        self.__dict__["_samplers"] = [*found.values()]
 
     def commit(self) -> None:
         """End a training step: count it, move each sampler to its next batch, and save the state if that is due.
@@ -93,15 +107,15 @@ class TorchState:
         step and the commit: if it failed, the step would be done twice.
         """
         self.__dict__.update(commits=self.commits + 1, _has_stepped=False)
-        for value in self._values.values():
-            if (sampler := _sampler(value)) is not None:
-                sampler.advance()
+        for sampler in self._samplers:
+            sampler.advance()
         if self._checkpointer is not None:
-            change_ahead = notice() is not None
+            change_ahead = notice() is not None or self._sigterm.received
             self._checkpointer.save(self.commits, self.state_dict, force=change_ahead)
             if change_ahead:
                 self._checkpointer.wait()
                 answer_notice()
+                self._sigterm.end()
         heartbeat()
         if WORLDS.changes_at_commit():
             self.__dict__["_is_at_commit"] = True
@@ -163,7 +177,7 @@ class TorchState:
         it twice, on all ranks alike. In any other case, the whole state is sent.
 
         Raises:
-            TypeError: a value of the state cannot be sent.
+            TypeError: a value of the state cannot be sent, or is sharded, and the world has changed.
             RuntimeError: a rank was lost meanwhile.
         """
         ranks = Ranks()
@@ -174,11 +188,11 @@ class TorchState:
         kind, _, has_whole_step, is_at_commit = found[source]
         saved = None
         if kind == _TRAINED:
+            self._check_that_it_can_move()
             if self._checkpointer is not None:
                 ask_for_notice()
-            if self._checkpointer is not None:
                 self._checkpointer.join()
-        elif self._checkpointer is not None and (saved := self._checkpointer.load()) is not None:
+        elif self._checkpointer is not None and (saved := self._checkpointer.load(self.state_dict())) is not None:
             self.load_state_dict(saved)
         elif kind == _PARTIAL:
             raise RuntimeError("The only rank with the state was lost while it sent it, and there is no checkpoint.")
@@ -194,13 +208,61 @@ class TorchState:
         self.__dict__.update(_kind=_TRAINED, _has_stepped=False, _is_at_commit=False)
         if self._checkpointer is not None:
             ask_for_notice()
+            if ranks.size == 1 and not is_worker():
+                self._sigterm.catch()
         step(self.commits)
+
+    def _check_that_it_can_move(self) -> None:
+        if sharded_tensors(self.state_dict()):
+            raise TypeError(
+                "The state is sharded, so it cannot move to another world: call init_process_group() before the "
+                "function of @elastic, and the workers restart from the last checkpoint."
+            )
 
     def save(self) -> None:
         """Save the state if its last commit is not saved, and wait until it is written."""
         if self._checkpointer is not None:
             self._checkpointer.save(self.commits, self.state_dict, force=True)
             self._checkpointer.wait()
+            self._sigterm.end()
+
+
+class _Sigterm:
+    """SIGTERM of a process that has neither an agent nor other ranks: it ends when the state is saved.
+
+    Other ranks would wait for this one. A second SIGTERM ends the process at once.
+
+    Attributes:
+        received: whether the signal was received.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._catches = False
+
+    def catch(self) -> None:
+        """Catch the signal if the program does not, and this is the main thread."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        owner = os.getpid()
+
+        def take(*_: object) -> None:
+            self.received = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if os.getpid() != owner:  # this is a fork, which has inherited the handler
+                signal.raise_signal(signal.SIGTERM)
+
+        signal.signal(signal.SIGTERM, take)
+        self._catches = True
+
+    def end(self) -> None:
+        """Leave the signal to its default, which ends this process if the signal was received."""
+        if self._catches:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._catches = False
+            if self.received:
+                signal.raise_signal(signal.SIGTERM)
 
 
 def _sampler(value: Any) -> ElasticSampler | None:  # noqa: ANN401 - any value

@@ -234,14 +234,32 @@ def test_the_folders_of_a_jobs_pods_on_a_shared_volume_count_together(
     assert start(tmp_path / "job/0")[1] is None
 
 
-class Sharded(torch.Tensor):
-    """Stands for a tensor with a part of the values."""
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about its sparse tensors
+def test_sparse_and_quantized_tensors_are_saved(tmp_path: Path) -> None:
+    dense = torch.eye(3)
+    state = {
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+    }
+    checkpointer, _ = start(tmp_path)
+    checkpointer.save(1, state)
+    checkpointer.close()
+    loaded = torchelastic.Checkpointer(tmp_path).load()
+    assert loaded is not None
+    assert [loaded["coo"].layout, loaded["csr"].layout] == [torch.sparse_coo, torch.sparse_csr]
+    assert all(torch.equal(loaded[name].to_dense(), dense) for name in ("coo", "csr"))
+    assert torch.equal(loaded["quantized"].dequantize(), dense)
+
+
+class Subclass(torch.Tensor):
+    """Stands for a tensor whose content is not known."""
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Sharded(), r"state\['model'\]\[0\] is a Sharded: save .* with torch.distributed.checkpoint"),
+        (Subclass(), r"state\['model'\]\[0\] is a Subclass: save .* with torch.distributed.checkpoint"),
         (Path(), r"state\['model'\]\[0\] is a PosixPath, which a checkpoint cannot contain"),
         ({(1, 2): 1}, r"state\['model'\]\[0\] has the key \(1, 2\)"),
     ],

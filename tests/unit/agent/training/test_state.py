@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import torchelastic
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Point(NamedTuple):
@@ -52,6 +58,45 @@ def test_a_program_continues_from_its_checkpoint(tmp_path: Any) -> None:
             return state.commits + more
 
         assert train(state, 10) == commits + 10
+
+
+def test_a_sampler_moves_once_in_each_step_even_if_the_state_has_it_twice_or_gets_it_later() -> None:
+    first, second = torchelastic.ElasticSampler(10, 4), torchelastic.ElasticSampler(10, 4)
+    state = torchelastic.TorchState(data=DataLoader([0] * 10, batch_sampler=first), sampler=first)  # type: ignore[arg-type] # likewise
+    state.commit()
+    state.sampler = second
+    state.commit()
+    assert (first.position, second.position) == (8, 4)
+
+
+TERMINATED = """
+import os, signal, sys
+import torch
+import torchelastic
+
+@torchelastic.elastic
+def train(state):
+    while state.commits < 5:
+        if state.commits == 2:
+            if os.fork() == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGTERM  # not of this process
+            os.kill(os.getpid(), signal.SIGTERM)
+        state.commit()
+
+torch.set_num_threads(1)
+train(torchelastic.TorchState(checkpointer=torchelastic.Checkpointer(sys.argv[1], every=100)))
+"""
+
+
+def test_a_process_without_an_agent_saves_its_state_when_it_is_terminated(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TERMINATED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGTERM, ended
+    assert (torchelastic.Checkpointer(tmp_path).load() or {})["commits"] == 3
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    assert (torchelastic.Checkpointer(tmp_path).load() or {})["commits"] == 5
 
 
 @pytest.mark.parametrize(
