@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import uuid
@@ -15,6 +17,7 @@ from tests.support.agents import AgentProcess
 from tests.support.launchers import Launcher
 from tests.support.ports import free_range
 from tests.support.scraping import scraped, scraped_text
+from tests.support.workers import poll_until
 
 if TYPE_CHECKING:
     from tests.support.etcd import EtcdServer
@@ -50,15 +53,22 @@ def below(heading: str, number: int = 0) -> str:
     return [each.source for each in (*METRICS, *LAUNCH, *PYTHON_API) if each.heading == heading][number]
 
 
-async def test_the_script_of_the_readme_continues_from_its_checkpoint_after_a_failure(tmp_path: Path) -> None:
+async def test_the_script_of_the_readme_trains_on_when_a_worker_is_killed(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    fails = "raise SystemExit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
-    (tmp_path / "train.py").write_text(f"{script}\nprint('started at step', start)\n{fails}\n")
+    says = "    import os, time; print(f'step {state.commits} in {os.getpid()}', flush=True)\n"
+    slower = script.replace("            state.commit()", "            time.sleep(0.002); state.commit()")
+    says_more = slower.replace("    parallel =", f"{says}    parallel =") + "\nprint('ends at', state.commits)\n"
+    (tmp_path / "train.py").write_text(says_more)
     flags = ("--standalone", "--nproc-per-node=2", "--max-restarts=1")
     async with AgentProcess(*flags, "train.py", cwd=tmp_path) as agent:
-        await agent.wait_for_line("started at step 0")
-        await agent.wait_for_line("started at step 1000")
-        assert await agent.code() == 0
+        killed = await agent.wait_for_line(r"\[rank 0\] step 0 in (\d+)")
+        stays = await agent.wait_for_line(r"\[rank 1\] step 0 in (\d+)", since=0)
+        await poll_until(lambda: any((tmp_path / "checkpoints").glob("*.pt")))
+        os.kill(int(killed[1]), signal.SIGKILL)
+        again = await agent.wait_for_line(rf"step (\d+) in {stays[1]}", since=agent.lines.index(stays.string) + 1)
+        assert int(again[1]) >= 100
+        assert await agent.code() == 0, agent.output
+    assert agent.output.count("ends at 1000") == 2
 
 
 # -- metrics
