@@ -6,7 +6,6 @@ This style also works with GPUs, and for programs that create their process grou
 """
 
 import os
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchelastic
 
-EPOCHS = 20
+EPOCHS = 40
 
 distributed.init_process_group()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # the workers of a machine share its cores
@@ -34,7 +33,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.002)
 sampler = torchelastic.ElasticSampler(dataset, batch_size=64)  # of all workers together
 parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": sampler}
 folder = None if "TORCHELASTIC_CHECKPOINT_DIR" in os.environ else "checkpoints"
-checkpointer = torchelastic.Checkpointer(folder, every=timedelta(seconds=2))
+checkpointer = torchelastic.Checkpointer(folder, every=100)
 saved = checkpointer.load()  # the newest checkpoint of all workers; None at the first start
 step = 0
 if saved is not None:
