@@ -35,6 +35,7 @@ _EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 _DIGITS: Final = str(_EXAMPLES / "digits.py")
 _WORKER: Final = str(Path(__file__).with_name("worker.py"))
 _START: Final = "started with 2 workers"
+_AGAIN: Final = r"(started|resumed at step \d+) with \d workers"
 _STEP: Final = r"step \d+/"
 
 
@@ -57,8 +58,8 @@ async def kill_of_a_worker(launcher: str, limit: float) -> float:
         _, second = sorted(pid for pid, command in commands.items() if _DIGITS.encode() in command[:3])
         began = time.monotonic()
         os.kill(second, signal.SIGKILL)
-        # Rank 0 prints a line at its start, and each first step.
-        await until(lambda: _has(log, f"{_START}.*{_START}.*{_STEP}"), limit, "no next step")
+        # Rank 0 prints a line when it begins or continues, and each first step after that.
+        await until(lambda: _has(log, f"{_START}.*{_AGAIN}.*{_STEP}"), limit, "no next step")
         return time.monotonic() - began
 
 

@@ -1,4 +1,4 @@
-"""Each example in the README and in the documentation of metrics and of launching from Python works as documented."""
+"""Each example in the README, and in the pages about metrics, launching, workers and scripts, works as documented."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def examples(page: str) -> list[Example]:
 
 README = Path(__file__).parents[2] / "README.md"
 METRICS, LAUNCH, PYTHON_API = map(examples, ("metrics.md", "launch.md", "python-api.md"))
+ELASTIC_SCRIPT = examples("elastic-script.md")
+DIFFS = re.findall(r"^```diff\n([^`]*)^```$", (README.parent / "docs/elastic-script.md").read_text(), re.MULTILINE)
 
 
 def below(heading: str, number: int = 0) -> str:
@@ -108,6 +110,7 @@ def test_an_example_without_an_agent_prints_what_its_text_promises(heading: str,
 
 def test_every_example_is_run_here() -> None:
     assert [len(SHOWN), len(METRICS), len(LAUNCH), len(PYTHON_API)] == [3, 5, 5, 6]
+    assert [len(ELASTIC_SCRIPT), len(DIFFS)] == [1, 2]
 
 
 # -- launching from Python
@@ -232,3 +235,37 @@ async def test_the_processes_of_the_example_in_place_continue_when_one_is_killed
     assert begun[:2] == ["0", "0"], agent.output
     assert begun[2] == begun[3], agent.output
     assert begun[3] in {"150", "151"}, agent.output
+
+
+# -- making a script elastic
+
+
+def patched(script: str, diff: str) -> str:
+    """Return the script with the changes of a diff."""
+    for hunk in re.split(r"^@@\n", diff, flags=re.MULTILINE)[1:]:
+        lines = [(line[:1], line[1:]) for line in hunk.splitlines(keepends=True)]
+        lines = [(mark, line or "\n") if mark != "\n" else (" ", "\n") for mark, line in lines]
+        before, after = ("".join(line for mark, line in lines if mark != other) for other in "+-")
+        assert script.count(before) == 1, before
+        script = script.replace(before, after)
+    return script
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+async def test_a_script_of_each_level_continues_after_a_worker_was_killed(tmp_path: Path, level: int) -> None:
+    script = ELASTIC_SCRIPT[0].source
+    if level > 1:
+        diff = DIFFS[level - 2]
+        assert len(re.findall(r"^\+.", diff, re.MULTILINE)) == 8
+        script = patched(script, diff)
+    begins = "            optimizer.zero_grad()\n"
+    dies = "            if epoch == 6 and batch == 150 and dist.get_rank() == 1 and not os.path.exists('killed'):\n"
+    dies += "                open('killed', 'x').close()\n                os.kill(os.getpid(), 9)\n"
+    assert script.count(begins) == 1
+    (path := tmp_path / "train.py").write_text(script.replace(begins, dies + begins))
+    async with AgentProcess("--standalone", "--nproc-per-node=2", path, cwd=tmp_path) as agent:
+        assert await agent.code() == 0, agent.output
+    epochs = [int(found[1]) for line in agent.lines if (found := re.search(r"\] epoch (\d+)$", line))]
+    assert epochs[:7] == [*range(1, 8)], agent.output
+    assert set(epochs[7:]) == {*range(7, 11)}, agent.output
+    assert re.search(r"accuracy (0\.9[89]\d|1\.000)", agent.output), agent.output

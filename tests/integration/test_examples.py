@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
+
+from tests.support.agents import AgentProcess
+from tests.support.workers import poll_until
+from torchelastic.agent.workers.process_tree import read_table, with_descendants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -63,15 +66,20 @@ def printed_environment(output: str, pid: str) -> Mapping[str, str]:
     return dict(re.findall(rf"On PID {pid}, (\w+)=(.*)", output))
 
 
-@pytest.fixture(scope="module")
-def digits() -> Any:
-    """The example digits.py as a module."""
-    spec = importlib.util.spec_from_file_location("digits_example", EXAMPLES / "digits.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def newest_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return the state of the newest checkpoint in a folder."""
+    state: dict[str, Any] = torch.load(max(folder.glob("checkpoint-*.pt")), weights_only=True)
+    return state
+
+
+def workers_of(agent: int, program: str) -> list[int]:
+    """Return the process ids of an agent's workers that run this example."""
+    found = []
+    for pid in {*with_descendants(read_table(), [agent])} - {agent}:
+        with contextlib.suppress(OSError):  # it has just exited
+            if bytes(EXAMPLES / program) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]:
+                found.append(pid)
+    return sorted(found)
 
 
 def test_composed_agents_meet_through_etcd_and_their_workers_connect(etcd: EtcdServer) -> None:
@@ -109,7 +117,7 @@ def test_the_readme_commands_of_the_hello_example_work() -> None:
 
 
 def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, tmp_path: Path) -> None:
-    program = (EXAMPLES / "digits.py", "--epochs=1", "--checkpoint-every=0")
+    program = (EXAMPLES / "digits.py", "--epochs=1", "--checkpoint-every=0.001")
     undisturbed, first, second = tmp_path / "undisturbed", tmp_path / "first", tmp_path / "second"
     with started(sys.executable, *program, TORCHELASTIC_CHECKPOINT_DIR=undisturbed, OMP_NUM_THREADS=1) as process:
         output = output_of(process)
@@ -119,10 +127,10 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
 
     with agent("--nproc-per-node=2", *program, TORCHELASTIC_CHECKPOINT_DIR=first) as process:
         assert process.stdout
-        assert any("samples/s" in line and (first / "checkpoint.pt").exists() for line in process.stdout)
+        assert any("samples/s" in line and [*first.glob("checkpoint-*.json")] for line in process.stdout)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=LIMIT)  # wait until the workers have exited, too
-    reached = torch.load(first / "checkpoint.pt", weights_only=True)["step"]
+    reached = newest_checkpoint(first)["commits"]
     assert 0 < reached < 23
 
     # Two nodes with 3 workers; one node has no checkpoint.
@@ -134,12 +142,10 @@ def test_digits_resumed_on_other_nodes_gives_the_same_network(etcd: EtcdServer, 
         said = output_of(one) + output_of(two)
     assert f"resumed at step {reached} with 3 workers" in said
 
-    wanted, *found = (
-        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (undisturbed, first, second)
-    )
+    wanted, *found = map(newest_checkpoint, (undisturbed, first, second))
     for checkpoint in found:
-        assert checkpoint["step"] == wanted["step"] == 23
-        torch.testing.assert_close(checkpoint["model"], wanted["model"], rtol=0.02, atol=0.02)
+        assert checkpoint["commits"] == wanted["commits"] == 23
+        torch.testing.assert_close(checkpoint["values"]["model"], wanted["values"]["model"], rtol=0.02, atol=0.02)
 
 
 def test_a_sharded_model_continues_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -157,35 +163,27 @@ def test_a_sharded_model_continues_with_another_number_of_ranks(tmp_path: Path) 
     assert max(map(float, losses)) < 0.2
 
 
-def test_the_newest_checkpoint_on_a_shared_volume_is_found_in_another_pods_folder(digits: Any, tmp_path: Path) -> None:
-    for folder, step in (("digits/0", 7), ("digits/2", 9), ("another/0", 20), ("digits/notes", 30)):
-        (tmp_path / folder).mkdir(parents=True)
-        torch.save({"step": step}, tmp_path / folder / "checkpoint.pt")
+def test_the_other_worker_of_digits_trains_on_when_one_is_killed(tmp_path: Path) -> None:
+    command = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", EXAMPLES / "digits.py", "--epochs=2")
+    with agent(*command, "--checkpoint-dir", tmp_path) as process:
+        assert process.stdout
+        assert any("samples/s" in line for line in process.stdout)
+        os.kill(workers_of(process.pid, "digits.py")[1], signal.SIGKILL)
+        said = output_of(process)
+    assert re.search(r"resumed at step \d+ with [12] workers", said)
+    assert "started with" not in said
+    assert re.search(r"step 46/46 .*\n.*test accuracy 0\.\d{3}", said)
 
-    assert digits.newest(tmp_path / "digits" / "0")["step"] == 9
-    assert digits.newest(tmp_path / "digits" / "1")["step"] == 9
-    # This is not the folder of a pod, so no other folder is searched.
-    assert digits.newest(tmp_path / "digits" / "notes")["step"] == 30
-    assert digits.newest(tmp_path / "nothing") is None
 
-
-@pytest.mark.parametrize("batch", [4, 10, 23])
-def test_the_sampler_loses_and_repeats_nothing_when_the_world_size_changes(digits: Any, batch: int) -> None:
-    samples, rounds = 10, 6
-    dealt: list[int] = []
-    changes = [(0, 1), (1, 3), (4, 2), (5, 5), (9, 1)]  # (first step, number of ranks)
-    last = rounds * samples // batch
-    for (step, world_size), (until, _) in zip(changes, [*changes[1:], (last, 0)], strict=True):
-        steps = range(min(step, last), min(until, last))
-        ranks = [list(digits.ElasticSampler(samples, batch, steps, rank, world_size)) for rank in range(world_size)]
-        for shares in zip(*ranks, strict=True):
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
-            together = [shares[at % world_size][at // world_size] for at in range(sum(map(len, shares)))]
-            assert len(together) == batch
-            dealt += together
-
-    whole = len(dealt) // samples
-    assert whole >= 2
-    passes = [dealt[at * samples : (at + 1) * samples] for at in range(whole)]
-    assert all(sorted(each) == list(range(samples)) for each in passes)
-    assert passes[0] != passes[1]
+@pytest.mark.parametrize("name", ["digits_restart.py", "accelerate_elastic.py", "fabric_elastic.py"])
+async def test_the_workers_of_an_example_in_restart_style_continue_from_a_checkpoint(tmp_path: Path, name: str) -> None:
+    command = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", EXAMPLES / name)
+    environment = {"TORCHELASTIC_CHECKPOINT_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    async with AgentProcess(*command, env=environment) as process:
+        await process.wait_for_line("training begins at step 0 with 2 workers")
+        worker = workers_of(process.pid, name)[0]
+        await poll_until(lambda: [*tmp_path.glob("checkpoint-*.json")])
+        os.kill(worker, signal.SIGKILL)
+        assert await process.code() == 0, process.output
+    assert re.search(r"training begins at step [1-9]\d* with 2 workers", process.output), process.output
+    assert re.search(r"accuracy 0\.9\d\d", process.output), process.output
