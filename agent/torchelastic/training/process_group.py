@@ -25,7 +25,6 @@ _ALL_ARRIVED: Final = "torchelastic/all arrived"
 """The keys that count the ranks that have arrived, and that the last one sets."""
 
 _POLL_INTERVAL: Final = 0.001
-_WAIT: Final = dt.timedelta(seconds=0.1)
 
 
 _CONNECT_ATTEMPT: Final = dt.timedelta(seconds=1)
@@ -97,12 +96,10 @@ class InterruptibleProcessGroup:
         # Gloo would wait for a rank that never arrives until the time-out, and interrupt() could not end that.
         if store.add(_ARRIVED, 1) == world_size:
             store.set(_ALL_ARRIVED, "")
-        while True:
-            with contextlib.suppress(dist.DistStoreError):  # not all have arrived
-                store.wait([_ALL_ARRIVED], _WAIT)
-                break
+        while not store.check([_ALL_ARRIVED]):
             if is_lost():
                 raise RuntimeError("a rank was lost before all ranks had arrived")
+            time.sleep(_POLL_INTERVAL)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
         store.add(_CREATED, 1)
