@@ -233,8 +233,9 @@ async def test_the_processes_of_the_example_in_place_continue_when_one_is_killed
         assert await agent.code() == 0, agent.output
     begun = [line.rpartition(" ")[2] for line in agent.lines if re.match(r"\[rank \d\] training begins", line)]
     assert begun[:2] == ["0", "0"], agent.output
-    assert begun[2] == begun[3], agent.output
-    assert begun[3] in {"150", "151"}, agent.output
+    assert begun[2] in {"150", "151"}, agent.output  # the other process trains alone
+    *_, first, second = map(int, begun)
+    assert first == second >= int(begun[2]), agent.output
 
 
 # -- making a script elastic
