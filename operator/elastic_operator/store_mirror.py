@@ -104,8 +104,9 @@ class MemoryBudget:
 class StoreMirror:
     """The keys of one run.
 
-    The mirror calls ``changed()`` when an attribute changes, except for ``history``, ``time_breakdown`` and the
-    progress of the program in ``nodes``. It calls ``away(error)`` when it cannot connect or the connection breaks.
+    The mirror calls ``changed()`` when an attribute changes, except for ``time_breakdown``, the progress of the program
+    in ``nodes``, and ``history``, unless the ranks began its last round at different steps. It calls ``away(error)``
+    when it cannot connect or the connection breaks.
 
     Args:
         run_id: the run's id.
@@ -308,9 +309,9 @@ class StoreMirror:
             self.time_breakdown = _record(entry, records.TimeBreakdown)
             return False
         if key == keys.history:
-            self.history = _record(entry, records.HistoryRecord)
+            before, self.history = _first_steps(self.history), _record(entry, records.HistoryRecord)
             self._recorded()
-            return False
+            return _first_steps(self.history) != before
         if key == keys.state:
             state = _record(entry, records.StateRecord) or records.StateRecord()
             self.round, self.outcome = state.round, state.outcome
@@ -322,14 +323,14 @@ class StoreMirror:
             if node is None or node.starting:
                 self.nodes.pop(node_id, None)
             else:
-                before = self.nodes.get(node_id)
+                known = self.nodes.get(node_id)
                 self.nodes[node_id] = node
                 self._forget_name(node_id)
                 self.names[node_id] = node.name
                 self._size += _memory(node_id + node.name)
                 if len(self.names) > MAX_ENTRIES:
                     self._forget_name(next(iter(self.names)))
-                return before is None or _but_progress(before) != _but_progress(node)
+                return known is None or _but_progress(known) != _but_progress(node)
         return True
 
     def _forget_name(self, node_id: str) -> None:
@@ -351,6 +352,11 @@ def _refusal() -> StoreTooLarge:
         "the etcds of all jobs hold more than the operator's memory allows, and this one the most: use an etcd without "
         "other programs' keys below /torchelastic/"
     )
+
+
+def _first_steps(history: records.HistoryRecord | None) -> tuple[int, ...]:
+    """Return the different steps at which the ranks began the last round of a history; empty if they agree."""
+    return history.rounds[-1].first_steps if history is not None and history.rounds else ()
 
 
 def _but_progress(node: records.NodeRecord) -> records.NodeRecord:

@@ -125,6 +125,15 @@ async def test_history_and_time_breakdown_are_read_and_do_not_wake_the_operator(
         assert (mirror.time_breakdown, mirror.history) == (None, None)
 
 
+async def test_a_round_that_begins_at_different_steps_wakes_the_operator(etcd: EtcdServer, run_id: str) -> None:
+    keys, watched = RunKeys(run_id), Watched(run_id)
+    differ = HistoryRecord(rounds=(PastRound(number=1, began=1.0, first_steps=(0, 120)),))
+    async with etcd.connected() as store, watched.follows(lambda: etcd.settings) as mirror:
+        await watched.until(lambda: mirror.readable)
+        await store.put(keys.history, encode(differ))
+        await watched.until(lambda: mirror.history == differ)
+
+
 async def test_every_change_of_a_node_except_progress_wakes_the_operator(etcd: EtcdServer, run_id: str) -> None:
     keys = RunKeys(run_id)
     record = NodeRecord(name="a", address="10.0.0.1", workers=1, size=SIZE)

@@ -124,6 +124,10 @@ def _obstacles(snapshot: Snapshot, status: JobStatus) -> Iterator[JobEvent]:
         yield JobEvent(Reason.RESTART_REQUIRED, changes)
     if (budget := news.get(ConditionType.DISRUPTION_BUDGET_FAILED)) is not None:
         yield JobEvent(Reason.RESOURCES_BLOCKED, budget, warning=True)
+    steps = news.get(ConditionType.STEPS_DIFFER)
+    # More ranks may report their steps later, which changes the message of the same round.
+    if steps is not None and (status.round > before.round or not before.holds(ConditionType.STEPS_DIFFER)):
+        yield JobEvent(Reason.STEPS_DIFFER, steps, warning=True)
     if blocked is not None and _is_blocked(status) and not _is_blocked(before):
         what = "pods" if status.replicas < status.desired else "some objects of the job"
         message = f"{what} cannot be created for now: {clause(blocked)}"
@@ -194,6 +198,16 @@ def spares(snapshot: Snapshot, status: JobStatus, planned: PlannedPods) -> str:
     if ready == wanted or status.ready_replicas < status.desired:  # the condition Degraded names the missing pods
         return known
     return _clauses(known, _missing(snapshot, planned))
+
+
+def different_steps(observed: Observed) -> str | None:
+    """Return from which to which step the ranks began the current round; None if they began at the same step."""
+    past = observed.history.rounds[-1] if observed.history is not None and observed.history.rounds else None
+    if past is None or observed.round is None or past.number != observed.round.number or not past.first_steps:
+        return None
+    return (
+        f"round {past.number}: the ranks began at different steps, from {past.first_steps[0]} to {past.first_steps[-1]}"
+    )
 
 
 def store_unread(observed: Observed) -> str:

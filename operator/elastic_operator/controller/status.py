@@ -193,6 +193,7 @@ def running_conditions(snapshot: Snapshot, status: JobStatus, planned: PlannedPo
             observed.disruption_budget_error and messages.clause(observed.disruption_budget_error),
             budget_ok,
         ),
+        ConditionType.STEPS_DIFFER: (Reason.STEPS_DIFFER, messages.different_steps(observed), Reason.STEPS_AGREE),
     }
     if snapshot.job.spec.etcd.is_open:
         values[ConditionType.ETCD_OPEN] = (True, Reason.NOT_SECURED, messages.ETCD_OPEN)

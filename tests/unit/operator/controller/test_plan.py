@@ -40,10 +40,10 @@ from tests.support.builders import (
     unready,
     with_status,
 )
-from torchelastic.protocol.records import FailureRecord, ResumeRecord, RoundReason
+from torchelastic.protocol.records import FailureRecord, HistoryRecord, PastRound, ResumeRecord, RoundReason
 
 if TYPE_CHECKING:
-    from elastic_operator.controller.model import Pod
+    from elastic_operator.controller.model import Observed, Pod
     from torchelastic.protocol.records import RoundRecord
 
 
@@ -343,6 +343,35 @@ def test_blocked_objects_are_reported_while_all_pods_train() -> None:
         replace(TRAINED, status=made.status), replace(world, blocked=None, disruption_budget_error=None), NOW
     ).status
     assert [condition(corrected, kind).status for kind in kinds] == [False, False]
+
+
+def test_ranks_that_begin_a_round_at_different_steps_are_reported_once_for_the_round() -> None:
+    pods = (running(0), running(1))
+
+    def seen(number: int, *steps: int) -> Observed:
+        past = (
+            PastRound(number=1, began=1.0, first_steps=(3, 5)),
+            PastRound(number=number, began=2.0, first_steps=steps),
+        )
+        return replace(a_world(*pods, round=a_round(*pods, number=number)), history=HistoryRecord(rounds=past))
+
+    job, said = TRAINED, []
+    for world in (seen(3), seen(3, 0, 60), seen(3, 0, 120), seen(4), seen(5, 7, 8), seen(6, 8, 9)):
+        made = plan(job, world, NOW)
+        said.append([event.message for event in made.events if event.reason == Reason.STEPS_DIFFER and event.warning])
+        job = replace(job, status=made.status or job.status)
+    assert said == [
+        [],
+        ["round 3: the ranks began at different steps, from 0 to 60"],
+        [],
+        [],
+        ["round 5: the ranks began at different steps, from 7 to 8"],
+        ["round 6: the ranks began at different steps, from 8 to 9"],
+    ]
+    differ = condition(job.status, ConditionType.STEPS_DIFFER)
+    assert (differ.status, differ.message) == (True, said[-1][0])
+    agreed = condition(plan(job, seen(7), NOW).status, ConditionType.STEPS_DIFFER)
+    assert (agreed.status, agreed.reason, agreed.message) == (False, Reason.STEPS_AGREE, "")
 
 
 def test_rejected_pods_are_reported_once() -> None:
