@@ -137,8 +137,9 @@ def _needs(part: Part) -> Iterator[Step]:
                 node.check_machine()
             yield from _programs("kube-apiserver", "etcd", "helm")
             if part == "node":
-                yield from _programs("coredns")
+                yield from _programs("coredns", "kube-router")
                 yield _packages("node", "the node")
+                yield _packages("network_policies", "NetworkPolicies")
                 yield _packages("build", "building images")
                 yield from _images()
 

@@ -127,6 +127,12 @@ PROJECTS: Final = (
         packages={"kwok": "sigs.k8s.io/kwok/cmd/kwok"},
         variables={},
     ),
+    Project(
+        name="kube-router",
+        module="github.com/cloudnativelabs/kube-router/v2",
+        packages={"kube-router": "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"},
+        variables={},
+    ),
 )
 
 
@@ -135,7 +141,7 @@ def binary(name: str) -> Path:
     """Return the path of a program in the cache; build the program if it is missing.
 
     Args:
-        name: the program, such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok.
+        name: the program, such as kube-apiserver, kubectl, kubelet, etcd, helm, coredns, kwok, kube-router.
 
     Raises:
         Missing: the program does not exist and cannot be built.

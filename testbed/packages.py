@@ -23,10 +23,11 @@ from testbed.cache import Missing, cache_folder, locked
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SetName = Literal["node", "build", "prometheus", "browser", "ssh", "slurm"]
+SetName = Literal["node", "network_policies", "build", "prometheus", "browser", "ssh", "slurm"]
 
 SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "node": ("containerd", "runc", "containernetworking-plugins", "iptables", "conntrack", "iproute2", "kmod", "mount"),
+    "network_policies": ("ipset",),
     "build": (
         "buildah",
         "skopeo",
@@ -42,8 +43,8 @@ SETS: Final[dict[SetName, tuple[str, ...]]] = {
     "ssh": ("openssh-server", "openssh-client"),
     "slurm": ("slurmctld", "slurmd", "slurm-client", "munge"),
 }
-"""The packages of each set: for running pods, for building images, Prometheus with promtool, a browser with fonts, a
-server and client of SSH, and SLURM with its authentication."""
+"""The packages of each set: for running pods, for enforcing NetworkPolicies, for building images, Prometheus with
+promtool, a browser with fonts, a server and client of SSH, and SLURM with its authentication."""
 
 _ALONE: Final[frozenset[SetName]] = frozenset({"prometheus"})
 """Sets that omit dependencies, because only the packages' services and web pages need the dependencies."""
