@@ -256,6 +256,25 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
             assert "round 3: started no rank of a world of 2; rank 1 stays" in spare.output
 
 
+async def test_a_worker_that_is_stuck_is_replaced_although_the_world_keeps_changing(
+    program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    flags = ("--max-restarts=1000", "--rdzv-conf=crash_loop_limit=1000", "--rejoin-timeout=3")
+    async with AgentProcess("--standalone", "--nproc-per-node=3", *flags, program, tmp_path, "none") as agent:
+        stuck = await agent.wait_for_line(r"world of 3, rank 0, commits \d+, pid (\d+)")
+        killed = await agent.wait_for_line(r"world of 3, rank 2, commits \d+, pid (\d+)", since=0)
+        os.kill(int(stuck[1]), signal.SIGSTOP)
+        for _ in range(200):
+            mark = len(agent.lines)
+            os.kill(int(killed[1]), signal.SIGKILL)
+            killed = await agent.wait_for_line(r"ready in (\d+)|process (\d+), is killed: it did not", since=mark)
+            if killed[2]:
+                break
+        assert killed[2] == stuck[1]
+        (tmp_path / "half").touch()
+        assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+
+
 async def test_ranks_that_begin_at_different_steps_are_a_warning(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(
         "import os\nimport torchelastic\n"

@@ -362,9 +362,10 @@ class Agent:
             none_hangs=partial(self._none_hangs, round),
             standby=standby,
         )
-        if staying:
-            absent = RoundCallback(round, self._kill_absent)
-            asyncio.get_running_loop().call_later(self._settings.rejoin_timeout, self._events.put_nowait, absent)
+        for worker in staying:  # a worker that has not left an earlier world has less time
+            absent = RoundCallback(round, partial(self._kill_absent, worker.rank))
+            due = self._socket.asked_at(worker.rank) + self._settings.rejoin_timeout
+            asyncio.get_running_loop().call_at(due, self._events.put_nowait, absent)
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
@@ -376,10 +377,10 @@ class Agent:
         failed = RoundCallback(round, partial(self._round_failed, message, FailureKind.COMMUNICATION))
         asyncio.get_running_loop().call_later(REPORT_WINDOW, self._events.put_nowait, failed)
 
-    async def _kill_absent(self) -> None:
-        """Kill the workers that have not left the world of the previous round."""
+    async def _kill_absent(self, rank: int) -> None:
+        """Kill a worker if it has not left the world of an earlier round."""
         for worker in self._group.running if self._group is not None else ():
-            if worker.rank in self._socket.expected:
+            if worker.rank == rank and rank in self._socket.expected:
                 logger.warning(
                     "rank %d, process %d, is killed: it did not leave its world within %g s.",
                     *(worker.rank, worker.child.pid, self._settings.rejoin_timeout),

@@ -51,6 +51,7 @@ class _Process:
         answered: the last notice that it answered.
         stays: whether it continues in the next round.
         waits: whether it has left its world, and waits for the next one.
+        asked_at: when it was asked to leave its world, on the clock of the event loop; 0 if it has left it since.
     """
 
     rank: int
@@ -59,8 +60,11 @@ class _Process:
     answered: int = 0
     stays: bool = False
     waits: bool = False
+    asked_at: float = 0.0
 
     def send(self, message: NoticeMessage | RoundAnswer | WorldMessage) -> None:
+        if isinstance(message, WorldMessage) and not self.waits:
+            self.asked_at = self.asked_at or asyncio.get_running_loop().time()
         if not self.writer.is_closing():
             self.writer.write(encode_lines(message))
 
@@ -143,6 +147,10 @@ class WorkerSocket:
     def waiting(self) -> set[int]:
         """The ranks of the workers that have left their world, and wait for the next one."""
         return {process.rank for process in self._processes if process.waits}
+
+    def asked_at(self, rank: int) -> float:
+        """Return when a worker was asked to leave its world, on the clock of the event loop; 0 if it has left it."""
+        return max((process.asked_at for process in self._processes if process.rank == rank), default=0.0)
 
     def break_world(self) -> bool:
         """Tell the workers that stay that a worker of their world is lost or hangs; return whether any stays."""
@@ -320,11 +328,15 @@ class WorkerSocket:
         if message.stays is not None and message.stays is not process.stays:
             process.stays = message.stays
             self.changed()
+        if message.waits or message.left_for:
+            process.asked_at = 0.0
         if message.waits:
             process.waits = True
             self._left.set()
         if message.left_for == self._round:
             self.expected.discard(process.rank)
+        elif message.left_for:  # it has to leave the next one, too
+            process.asked_at = asyncio.get_running_loop().time()
 
     def _report_progress(self, message: WorkerMessage) -> None:
         """Report the first step and the last checkpoint; times before the start of the round are ignored."""

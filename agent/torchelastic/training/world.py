@@ -11,6 +11,7 @@ import datetime as dt
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.protocol.worker import (
@@ -51,7 +52,8 @@ _LAST_COMMIT: Final = "last commit"
 _LOSS_TIMEOUT: Final = 2.0
 """Seconds to learn at the end of the training that a rank was lost; else, the other ranks have just ended."""
 
-_UNLIMITED: Final = dt.timedelta(days=1000)
+_READY_INTERVAL: Final = 0.01
+"""Seconds between two checks whether the starting ranks are ready."""
 
 
 class WorldChanged(BaseException):
@@ -155,7 +157,10 @@ class Worlds:
 
         with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
             store = connect_to_store(host, port, lambda: self._place is not place)
-            store.wait([_ALL_READY], _UNLIMITED)
+            while not store.check([_ALL_READY]):  # wait() would print a warning when the TCPStore ends
+                if self._place is not place:
+                    return
+                time.sleep(_READY_INTERVAL)
             with self._condition:
                 if self._place is not place:
                     return
