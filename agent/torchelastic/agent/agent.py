@@ -435,7 +435,8 @@ class Agent:
             await self._report_failure(root_cause(enumerate(self.failures)))
 
     async def _report_failure(self, failure: FailureRecord) -> None:
-        self._node.report(failure.round, failure=failure, staying=self._staying_local_ranks())
+        stay = {"staying": self._staying_local_ranks(), "has_state": self._socket.has_state}
+        self._node.report(failure.round, failure=failure, **stay)
         self._metrics.rendezvous_began()
         self._socket.break_world()
         await self._stop_workers(self._settings.stop_timeout, stays=True)
@@ -449,7 +450,7 @@ class Agent:
         if self._round is None:
             return
         staying, before = self._staying_local_ranks(), self._node.registration.record.staying
-        self._node.report(self._round.number, staying=staying)
+        self._node.report(self._round.number, staying=staying, has_state=self._socket.has_state)
         is_spare = bool(self._round.members) and self._node_id not in self._round.nodes
         if is_spare and len(staying) == self._settings.workers > len(before):
             logger.info("round %d: standing by: the workers of this spare node are ready", self._round.number)

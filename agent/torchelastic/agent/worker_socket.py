@@ -18,7 +18,7 @@ import msgspec
 
 from torchelastic.errors import SettingsError
 from torchelastic.protocol.codec import shorten
-from torchelastic.protocol.records import RoundReason
+from torchelastic.protocol.records import NodePhase, RoundReason
 from torchelastic.protocol.worker import (
     LINE_LIMIT,
     Hello,
@@ -50,6 +50,7 @@ class _Process:
         seconds: the seconds of notice that it asks for.
         answered: the last notice that it answered.
         stays: whether it continues in the next round.
+        has_state: whether it has the state of the training.
         waits: whether it has left its world, and waits for the next one.
         asked_at: when it was asked to leave its world, on the clock of the event loop; 0 if it has left it since.
     """
@@ -59,6 +60,7 @@ class _Process:
     seconds: float = 0.0
     answered: int = 0
     stays: bool = False
+    has_state: bool = False
     waits: bool = False
     asked_at: float = 0.0
 
@@ -147,6 +149,11 @@ class WorkerSocket:
     def waiting(self) -> set[int]:
         """The ranks of the workers that have left their world, and wait for the next one."""
         return {process.rank for process in self._processes if process.waits}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a worker that stays has the state of the training."""
+        return any(process.stays and process.has_state for process in self._processes)
 
     def asked_at(self, rank: int) -> float:
         """Return when a worker was asked to leave its world, on the clock of the event loop; 0 if it has left it."""
@@ -327,6 +334,11 @@ class WorkerSocket:
     def _note_world(self, message: WorkerMessage, process: _Process) -> None:
         if message.stays is not None and message.stays is not process.stays:
             process.stays = message.stays
+            self.changed()
+            if not message.stays:  # its training has ended, so new nodes wait
+                self.node.report(self._round, phase=NodePhase.FINISHING)
+        if message.has_state and not process.has_state:
+            process.has_state = True
             self.changed()
         if message.waits or message.left_for:
             process.asked_at = 0.0

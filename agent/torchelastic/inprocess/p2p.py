@@ -139,6 +139,7 @@ class CoordinatorP2P(Coordinator):
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - the interface
         """Return whether nodes wait to join, or the world has changed; always False with ``max_num_trainers`` ranks."""
         if self._of_agent is not None:
+            WORLDS.note_state()
             return self.any_rank(WORLDS.changed)
         self._group.note_connections()  # sync() and the first step may have created more groups
         if self._world_size >= self._max_num_trainers:

@@ -374,6 +374,7 @@ class NodeRecord(VersionedRecord, frozen=True):
         last_checkpoint_at: when the write of the last checkpoint in ``round`` began; 0 if unknown. Reported by rank 0.
         starting: whether the node cannot start workers yet; it is not in a round before it can.
         staying: the local ranks of the workers in ``round`` that continue in the next round.
+        has_state: whether one of these workers has the state of the training.
         first_steps: the lowest and the highest number of complete steps with which workers began ``round``; empty if
             the program does not report them.
     """
@@ -402,6 +403,7 @@ class NodeRecord(VersionedRecord, frozen=True):
     last_checkpoint_at: Time = 0.0
     starting: bool = False
     staying: tuple[Count, ...] = ()
+    has_state: bool = False
     first_steps: tuple[Number, ...] = ()
 
 

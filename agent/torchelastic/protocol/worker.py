@@ -121,6 +121,7 @@ class WorkerMessage(_Message, frozen=True):
         imported: an installed module that the program imports.
         changed: hashes of the environment variables that the program had changed before that, by name.
         stays: whether the process continues in the next round; None for no change.
+        has_state: whether the process has the state of the training, so that it can train before others start.
         waits: whether the process has left its world, and waits for the next one.
         left_for: the number of the next round, for which the process has left its world.
         step: the number of steps that are complete when the program begins its first one in the round.
@@ -134,6 +135,7 @@ class WorkerMessage(_Message, frozen=True):
     imported: str = ""
     changed: dict[str, int] = {}
     stays: bool | None = None
+    has_state: bool = False
     waits: bool = False
     left_for: Number = 0
     step: Number | None = None

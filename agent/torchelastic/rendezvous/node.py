@@ -433,6 +433,7 @@ class RendezvousNode:
             has_stepped=False,
             last_checkpoint_at=0.0,
             staying=(),
+            has_state=False,
             first_steps=(),
         )
         self._notice = None

@@ -56,6 +56,7 @@ def elastic(
             try:
                 with WORLDS.world():
                     state.restore()
+                    WORLDS.note_state()
                     result = train(state, *args, **kwargs)
                     state.save()
                     WORLDS.end()

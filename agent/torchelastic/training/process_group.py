@@ -27,6 +27,10 @@ _ALL_ARRIVED: Final = "torchelastic/all arrived"
 _POLL_INTERVAL: Final = 0.001
 
 
+_CONNECT_TIMEOUT: Final = dt.timedelta(seconds=4)
+_CONNECT_TIMEOUT_OF_RANK: Final = dt.timedelta(seconds=0.1)
+"""The time in which ranks that have all arrived must be connected: this, and this for each rank."""
+
 _CONNECT_ATTEMPT: Final = dt.timedelta(seconds=1)
 _OPERATION_TIMEOUT: Final = dt.timedelta(minutes=5)  # torch's default
 _CONNECT_ATTEMPTS: Final = 300
@@ -100,7 +104,13 @@ class InterruptibleProcessGroup:
             if is_lost():
                 raise RuntimeError("a rank was lost before all ranks had arrived")
             time.sleep(_POLL_INTERVAL)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        # Gloo would wait for a rank that is lost now until the time-out, and interrupt() could not end that.
+        connect_timeout = min(_CONNECT_TIMEOUT + _CONNECT_TIMEOUT_OF_RANK * world_size, timeout)
+        first_timeout = connect_timeout if backend == "gloo" else timeout
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first_timeout)
+        if backend == "gloo":
+            set_timeout = getattr(dist, "set_timeout", None)  # since torch 2.15
+            (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout)  # noqa: SLF001 - the older name
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
         store.add(_CREATED, 1)
         while store.add(_CREATED, 0) < world_size:

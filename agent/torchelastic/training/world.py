@@ -76,6 +76,7 @@ class Worlds:
         self._condition = threading.Condition()
         self._lost_agent = False
         self._stays = False
+        self._has_state = False
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -88,6 +89,7 @@ class Worlds:
         self._announced = False  # whether this rank was counted as ready
         self._all_ready = False  # whether the ranks that the world lacks are ready
         self._broken = False
+        self._is_formed = False  # whether there is a process group
         self._next: dict[str, str] = {}
         self._later: dict[str, str] = {}  # the next round, whose world begins when its other ranks are ready
 
@@ -121,6 +123,7 @@ class Worlds:
                 dist.init_process_group(store=HashStore(), rank=0, world_size=1)
             yield
         finally:
+            self._is_formed = False
             self._group.destroy()
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -151,6 +154,7 @@ class Worlds:
         self._store = PrefixStore(f"torchelastic/{'all' if self.is_whole else 'staying'}/{self._formed}", store)
         self._commits = 0
         self._group.create("gloo", self._store, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
+        self._is_formed = True
 
     def _wait_for_starting(self, host: str, port: int, place: tuple[int, int]) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not listed in its __all__
@@ -169,6 +173,11 @@ class Worlds:
                 self._next = self._next or self._later
                 self._all_ready = self.changed = True
                 self._condition.notify_all()
+
+    def note_state(self) -> None:
+        """Tell the agent that this process has the state of the training."""
+        if self._stays and not self._has_state:
+            self._has_state = AGENT_CONNECTION.send(WorkerMessage(has_state=True))
 
     def changes_at_commit(self) -> bool:
         """Return whether the world changes now; all ranks call this at the end of each step.
@@ -277,7 +286,8 @@ class Worlds:
     def _continues(self, message: WorldMessage) -> bool:
         """Return whether this world continues until the starting ranks of the next round are ready, as all stay."""
         starting = parse_ranks(message.environment.get(STARTING_RANKS, ""))
-        if not (message.planned and starting and self.is_whole) or self.changed or self._later or self._place is None:
+        forms = self._is_formed and self.is_whole and not (self.changed or self._later)
+        if not (message.planned and starting and forms) or self._place is None:
             return False
         staying = int(message.environment["WORLD_SIZE"]) - len(starting)
         return staying == self._place[1] and int(message.environment["RANK"]) not in starting

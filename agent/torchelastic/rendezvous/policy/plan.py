@@ -496,10 +496,10 @@ class _Plan:
     def _stays(self, chosen: Sequence[Peer]) -> Iterator[bool]:
         """Yield for each worker of the next round whether it continues from the current one.
 
-        A worker of a spare does so only together with one of a member, which has the state of the training.
+        Workers do so only together with one that has the state of the training.
         """
         staying = [peer for peer in chosen if peer.record.round == self.membership.number and peer.record.staying]
-        trains = any(peer.id in self.membership.ranks for peer in staying)
+        trains = any(peer.record.has_state for peer in staying)
         for peer in chosen:
             for local in range(peer.record.workers):
                 yield trains and peer in staying and local in peer.record.staying

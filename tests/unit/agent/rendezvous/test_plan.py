@@ -193,7 +193,8 @@ def test_no_round_forms_yet(situation: Membership, hold: Hold) -> None:
     assert plan(situation, SETTINGS) == hold
 
 
-FAILED_A = {"round": 1, "failure": failure("a")}
+FAILED_A: dict[str, Any] = {"round": 1, "failure": failure("a")}
+STAYS_A = FAILED_A | {"staying": (0,), "has_state": True}
 
 
 @pytest.mark.parametrize(
@@ -201,17 +202,19 @@ FAILED_A = {"round": 1, "failure": failure("a")}
     [
         pytest.param([peer("a", **FAILED_A), peer("b", round=1)], 0, (), id="none stays"),
         pytest.param(
-            [peer("a", workers=2, staying=(0, 1), **FAILED_A), peer("b", round=1, workers=2, staying=(1,))],
+            [
+                peer("a", workers=2, staying=(0, 1), has_state=True, **FAILED_A),
+                peer("b", round=1, workers=2, staying=(1,)),
+            ],
             *(3, (2,)),
             id="one worker failed",
         ),
-        pytest.param([peer("a", staying=(0,), **FAILED_A), peer("c", workers=2)], 1, (1, 2), id="a node joins"),
-        pytest.param([peer("a", staying=(0,), **FAILED_A)], 1, (), id="the other node is lost"),
-        pytest.param(
-            [peer("a", staying=(0,), **FAILED_A), peer("c", round=1, staying=(0,))], 2, (), id="a spare stands by"
-        ),
+        pytest.param([peer("a", **STAYS_A), peer("c", workers=2)], 1, (1, 2), id="a node joins"),
+        pytest.param([peer("a", **STAYS_A)], 1, (), id="the other node is lost"),
+        pytest.param([peer("a", **STAYS_A), peer("c", round=1, staying=(0,))], 2, (), id="a spare stands by"),
         pytest.param([peer("a", **FAILED_A), peer("c", round=1, staying=(0,))], 0, (), id="only a spare stays"),
-        pytest.param([peer("a", staying=(0,), **FAILED_A), peer("c", staying=(0,))], 1, (1,), id="of another round"),
+        pytest.param([peer("a", staying=(0,), **FAILED_A), peer("b", round=1)], 0, (), id="before the training"),
+        pytest.param([peer("a", **STAYS_A), peer("c", staying=(0,))], 1, (1,), id="of another round"),
     ],
 )
 def test_a_round_names_the_workers_that_start_while_others_stay(
