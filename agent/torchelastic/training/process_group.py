@@ -109,7 +109,7 @@ class InterruptibleProcessGroup:
         first_timeout = connect_timeout if backend == "gloo" else timeout
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first_timeout)
         if backend == "gloo":
-            set_timeout = getattr(dist, "set_timeout", None)  # since torch 2.15
+            set_timeout = getattr(dist, "set_timeout", None)  # not in older versions of torch
             (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout)  # noqa: SLF001 - the older name
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
         store.add(_CREATED, 1)
