@@ -207,7 +207,8 @@ class TorchState:
                 self.load_state_dict(state)
         self.__dict__.update(_kind=_TRAINED, _has_stepped=False, _is_at_commit=False)
         if self._checkpointer is not None:
-            ask_for_notice()
+            if kind != _TRAINED:
+                ask_for_notice()
             if ranks.size == 1 and not is_worker():
                 self._sigterm.catch()
         step(self.commits)

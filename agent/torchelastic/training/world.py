@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import logging
 import os
 import threading
 import time
@@ -30,8 +29,6 @@ from torchelastic.training.progress import REPORTER
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-logger = logging.getLogger(__name__)
-
 _AGENT_TIMEOUT: Final = 60.0
 """Seconds for the agent to say that the world is broken or changes, after a collective has failed.
 
@@ -40,7 +37,6 @@ If the lost rank is on another node, the agent knows it only from the next round
 
 _TIMEOUT: Final = dt.timedelta(hours=1)
 """The time-out of collectives: the agent ends a collective whose ranks are lost, and finds ranks that hang."""
-
 
 _READY: Final = "torchelastic/ready"
 _ALL_READY: Final = "torchelastic/all ready"
