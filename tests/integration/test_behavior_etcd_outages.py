@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 from collections import Counter
 from datetime import timedelta
@@ -126,7 +127,15 @@ async def test_training_continues_while_certificates_are_renewed_ten_times(tmp_p
             (folder / f"{name}.new").write_bytes(content)
             (folder / f"{name}.new").rename(folder / name)
 
+    async def keep_renewing() -> None:
+        for count in itertools.count(1):
+            await asyncio.sleep(lifetime.total_seconds() / 2)
+            renew()
+            if count == 10:
+                renewed.set()
+
     renew()
+    renewed = asyncio.Event()
     flags = ("--nnodes=2:3", f"--rdzv-conf=last_call_timeout=1,lease={LEASE:g}")
     etcd = EtcdServer(tmp_path, protocol="https", args=tls_flags(f"{folder}"))
     async with (
@@ -137,11 +146,11 @@ async def test_training_continues_while_certificates_are_renewed_ten_times(tmp_p
     ):
         workers = await run.round(1, world=2)
         await asyncio.gather(*(worker.execute(TRAINING) for worker in workers))
-        for _ in range(10):
-            renew()
-            await asyncio.sleep(lifetime.total_seconds() / 2)
+        renewing = asyncio.create_task(keep_renewing())
+        await renewed.wait()
         await train_on(workers)
         assert run.rounds == {1}
         assert not lines_with((a, b), "certificate")
         async with run.agent("c", *flags, env={Env.ETCD_TLS: f"{folder}"}):
             await run.round(2, world=3)
+        renewing.cancel()

@@ -239,7 +239,7 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
     etcd: EtcdServer, program: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     run = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
-    arguments = (*run, "--rdzv-conf=last_call_timeout=0,lease=1", "--standby", program, tmp_path, "none")
+    arguments = (*run, "--rdzv-conf=last_call_timeout=0,lease=1", "--warm-spare", program, tmp_path, "none")
     async with AgentProcess(*arguments) as first:
         await first.wait_for_line(r"commits 0")
         async with contextlib.AsyncExitStack() as stack:

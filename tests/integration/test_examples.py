@@ -158,7 +158,7 @@ def test_a_sharded_model_continues_with_another_number_of_ranks(tmp_path: Path) 
     with agent(*flags, "--nproc-per-node=3", *program, "--epochs=12", OMP_NUM_THREADS=1) as process:
         output = output_of(process)
     assert "training begins at step 32 with 3 ranks" in output
-    losses = re.findall(r"training ends at step 192 with the loss (\S+)", output)
+    losses = re.findall(r"training ends at step 192 with the loss (\d\.\d+)", output)
     assert len(losses) == 3
     assert max(map(float, losses)) < 0.2
 

@@ -33,7 +33,7 @@ async def test_the_operator_keeps_the_spares_of_a_job_and_counts_them_apart(
         pods = await ns.wait_for_pods(3)
         for pod in pods.values():
             environment = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
-            assert environment["PET_STANDBY"] == "1"
+            assert environment["PET_WARM_SPARE"] == "1"
         first, second, spare = sorted(pods, key=lambda name: index_of(pods[name]))
         await ns.report_round(store, job, first, second)
         await ns.wait_for_job(lambda status: status.get("state") == "Running" and status["readyDesired"] == "2/2")

@@ -40,7 +40,7 @@ from torchelastic.rendezvous.node import (
     RendezvousNode,
     RoundStarted,
     failure_of_node,
-    standby_environments,
+    spare_environments,
     worker_environments,
 )
 from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, root_cause
@@ -274,10 +274,10 @@ class Agent:
             self._metrics.rendezvous_ended(succeeded=True)
         else:
             self._metrics.rendezvous_began()
-        stands_by = self._settings.standby and bool(round.members) and not takes_part
+        warm_spare = self._settings.warm_spare and bool(round.members) and not takes_part
         with self._metrics.measured("SimpleElasticAgent._assign_worker_ranks"):
-            environments = self._environments_in(round, stands_by=stands_by)
-        if round.members and not takes_part and not stands_by:
+            environments = self._environments_in(round, warm_spare=warm_spare)
+        if round.members and not takes_part and not warm_spare:
             await self._socket.leave_world(self._settings.rejoin_timeout)
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
         else:
@@ -301,9 +301,9 @@ class Agent:
                 self._history.enter(RunState.WAITING)
             self._metrics.workers_changed("stopped")
             self._broken_at = self._recovery = None
-            if stands_by:
+            if warm_spare:
                 with suppress(StartError):
-                    self._group = await self._start(began, workers, environments, staying, standby=True)
+                    self._group = await self._start(began, workers, environments, staying, warm_spare=True)
                     self._staying = None
             self._report_staying()
             return
@@ -329,7 +329,7 @@ class Agent:
         started = [int(env["RANK"]) for env in environments if int(env["RANK"]) not in stay]
         logger.info(STARTED, round.number, ranks_in_words(started), round.world_size, log_format.staying(stay))
 
-    def _environments_in(self, round: RoundRecord, *, stands_by: bool) -> list[dict[str, str]]:
+    def _environments_in(self, round: RoundRecord, *, warm_spare: bool) -> list[dict[str, str]]:
         """Return the variables of each worker of this node in a round; none if it has no workers then."""
         settings, rendezvous = self._settings, self._settings.rendezvous
         about: dict[str, Any] = {
@@ -337,8 +337,8 @@ class Agent:
             "run_id": rendezvous.run_id,
             "max_restarts": rendezvous.max_restarts,
         }
-        if stands_by:
-            return standby_environments(round, settings.workers, **about)
+        if warm_spare:
+            return spare_environments(round, settings.workers, **about)
         return worker_environments(round, self._node_id, **about) if self._node_id in round.nodes else []
 
     async def _start(
@@ -348,7 +348,7 @@ class Agent:
         environments: Sequence[Mapping[str, str]],
         staying: Sequence[Worker],
         *,
-        standby: bool = False,
+        warm_spare: bool = False,
     ) -> WorkerGroup:
         """Start the round's workers, except those that stay, and its TCPStore if this node serves it."""
         round = began.record
@@ -360,7 +360,7 @@ class Agent:
             staying,
             worker_socket=self._socket,
             none_hangs=partial(self._none_hangs, round),
-            standby=standby,
+            warm_spare=warm_spare,
         )
         for worker in staying:  # a worker that has not left an earlier world has less time
             absent = RoundCallback(round, partial(self._kill_absent, worker.rank))
@@ -401,7 +401,7 @@ class Agent:
             self._socket.forget(ended.exit.rank)
             logger.warning(
                 "a worker of this spare node has exited with code %d before it had a place in a round: "
-                "--standby is for programs with @torchelastic.elastic.",
+                "--warm-spare is for programs with @torchelastic.elastic.",
                 ended.exit.exit_code,
             )
             return

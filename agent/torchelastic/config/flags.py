@@ -139,7 +139,7 @@ FLAGS: Final[Mapping[str, Sequence[Flag]]] = {
         ),
         Flag("heartbeat-timeout SECONDS", "time without a heartbeat after which a worker is hung", parsers.seconds()),
         Flag(
-            "standby",
+            "warm-spare",
             "while this node is a spare, run the program up to its function with @elastic, so that it can take a "
             "place at once",
             parsers.switch,

@@ -175,7 +175,7 @@ class AgentSettings(NodeSettings):
     Attributes:
         node_rank: this node's place among the nodes; None for a place after those that have one.
         signals: the signals on which this node leaves the run, and which its workers then get.
-        standby: whether the workers of a spare node start, and wait in :func:`torchelastic.elastic`.
+        warm_spare: whether the workers of a spare node start, and wait in :func:`torchelastic.elastic`.
         job: namespace and name of the job; without a job, an empty namespace and the run's id.
         job_created: the creation time of the job, in seconds since the Unix epoch; 0 if unknown.
     """
@@ -192,7 +192,7 @@ class AgentSettings(NodeSettings):
     virtual_local_rank: bool = False
     numa_binding: str = ""
     heartbeat_timeout: float | None = None
-    standby: bool = False
+    warm_spare: bool = False
     non_retryable_exit_codes: frozenset[int] = frozenset()
     uncharged_exit_codes: frozenset[int] = frozenset()
     metrics_port: int | None = None

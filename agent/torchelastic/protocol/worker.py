@@ -35,7 +35,7 @@ STARTING_RANKS: Final = "TORCHELASTIC_STARTING_RANKS"
 """The environment variable with the ranks of the round whose workers start, such as ``3,8-15``. The other workers train
 without them until they are ready. Without the variable, all start, or none does, or they are too many to name."""
 
-STANDBY: Final = "TORCHELASTIC_STANDBY"
+SPARE: Final = "TORCHELASTIC_SPARE"
 """The environment variable that is set for a worker of a spare node, which has no rank in the round."""
 
 RANK_IN_ROUND: Final = "TORCHELASTIC_RANK_IN_ROUND"

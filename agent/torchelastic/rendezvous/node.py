@@ -32,7 +32,7 @@ from torchelastic.protocol.records import (
     StateRecord,
     bracketed,
 )
-from torchelastic.protocol.worker import STANDBY, STARTING_RANKS, format_ranks
+from torchelastic.protocol.worker import SPARE, STARTING_RANKS, format_ranks
 from torchelastic.rendezvous.history import History, HistoryWriter
 from torchelastic.rendezvous.leader import Leader
 from torchelastic.rendezvous.leader_election import LeaderElection
@@ -123,7 +123,7 @@ def worker_environments(
     ]
 
 
-def standby_environments(
+def spare_environments(
     round: RoundRecord, workers: int, *, role: str, run_id: str, max_restarts: int
 ) -> list[dict[str, str]]:
     """Return the environment variables of each worker on a spare node, by local rank.
@@ -137,7 +137,7 @@ def standby_environments(
     for environment in own:
         del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         environment.update(WORLD_SIZE=str(round.world_size), GROUP_WORLD_SIZE=str(len(round.members)))
-        environment[STANDBY] = "1"
+        environment[SPARE] = "1"
     return own
 
 

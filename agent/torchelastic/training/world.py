@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchelastic.protocol.worker import (
     RANK_IN_ROUND,
-    STANDBY,
+    SPARE,
     STARTING_RANKS,
     WorkerMessage,
     WorldMessage,
@@ -109,7 +109,7 @@ class Worlds:
                 self._stays = True
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
-                while STANDBY in os.environ:
+                while SPARE in os.environ:
                     if not self.next():
                         raise RuntimeError("The agent has not announced a world.")
                 self._form()
@@ -205,7 +205,7 @@ class Worlds:
                 return False
             if self._later and not self.changed:  # a rank has left this world, although all were to stay
                 self._next, self.changed = self._later, True
-            timeout = None if STANDBY in os.environ else _AGENT_TIMEOUT
+            timeout = None if SPARE in os.environ else _AGENT_TIMEOUT
             self._condition.wait_for(lambda: self.changed or self._lost_agent, timeout)
             if not self.changed:
                 return False
@@ -219,7 +219,7 @@ class Worlds:
                 os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{size}")
                 self.changed, self.is_whole, self._is_planned, self._formed = False, True, True, 0
                 return True
-            for name in (STARTING_RANKS, STANDBY):
+            for name in (STARTING_RANKS, SPARE):
                 os.environ.pop(name, None)
             os.environ.update(self._next)
             is_joined = self._next is self._later

@@ -425,7 +425,7 @@ def _of_launcher(own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 _SWITCHES: Final = frozenset(
-    {"m", "module", "no-python", "prefix", "run-path", "standalone", "standby", "use-env", "virtual-local-rank"}
+    {"m", "module", "no-python", "prefix", "run-path", "standalone", "warm-spare", "use-env", "virtual-local-rank"}
 )
 """Flags without a value."""
 

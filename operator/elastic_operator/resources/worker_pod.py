@@ -298,7 +298,7 @@ def agent_variables(
         "PET_UNCHARGED_EXIT_CODES": _exit_codes(spec.failure_policy.rules, FailureAction.IGNORE),
         "PET_PORT_RANGE": "" if rendezvous.ports is None else f"{rendezvous.ports.first}-{rendezvous.ports.last}",
         "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items() if value is not None),
-        "PET_STANDBY": "1" if spec.spares and not _sets(spec, "PET_STANDBY") else "",
+        "PET_WARM_SPARE": "1" if spec.spares and not _sets(spec, "PET_WARM_SPARE") else "",
         Env.ETCD_TLS: tls,
         Env.RESUME: "" if pod.resume is None else encode(pod.resume).decode(),
     }

@@ -382,7 +382,7 @@ class Workers:
         *,
         worker_socket: WorkerSocket | None = None,
         none_hangs: Callable[[float], object] = lambda _: None,
-        standby: bool = False,
+        warm_spare: bool = False,
     ) -> WorkerGroup:
         """Start a round's workers, and its TCPStore; the group of the previous round must have been stopped.
 
@@ -396,7 +396,7 @@ class Workers:
             staying: workers of the previous round that continue in this one, with the same local ranks.
             worker_socket: as in :class:`WorkerGroup`.
             none_hangs: likewise.
-            standby: whether the workers wait for another round, so that they send no heartbeats.
+            warm_spare: whether the workers wait for another round, so that they send no heartbeats.
 
         Raises:
             StartError: a process cannot be started.
@@ -447,7 +447,7 @@ class Workers:
             if heartbeats is not None and worker.heartbeat_file is not None:
                 heartbeats.watch_file(worker.local_rank, worker.heartbeat_file)
         self._watchdog.watch([worker.child for worker in running])
-        monitored = None if standby else heartbeats
+        monitored = None if warm_spare else heartbeats
         self._group = WorkerGroup(
             running, store, report, self._reaper, self._mark, monitored, worker_socket, none_hangs
         )

@@ -67,11 +67,11 @@ def test_agent_parses_its_command(tmp_path: Path) -> None:
 
 
 def test_only_agents_of_a_job_with_spares_stand_by_unless_the_user_decides_otherwise() -> None:
-    assert not parsed_by_the_agent(a_job(args=("-m", "json.tool"))).standby
+    assert not parsed_by_the_agent(a_job(args=("-m", "json.tool"))).warm_spare
     job = a_job(args=("-m", "json.tool"), spares=1)
-    assert parsed_by_the_agent(job).standby
-    off = a_job(args=("-m", "json.tool"), spares=1, env=({"name": "PET_STANDBY", "value": "0"},))
-    assert "PET_STANDBY" not in variables_of(off)
+    assert parsed_by_the_agent(job).warm_spare
+    off = a_job(args=("-m", "json.tool"), spares=1, env=({"name": "PET_WARM_SPARE", "value": "0"},))
+    assert "PET_WARM_SPARE" not in variables_of(off)
 
 
 def test_args_without_a_command_may_contain_launcher_flags() -> None:
