@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,8 @@ from tests.support.agents import TIMEOUT, AgentProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.integration
 
@@ -156,3 +159,45 @@ async def test_ranks_with_their_own_folders_continue_at_the_same_step(tmp_path: 
         path.write_bytes(b"")
     said = await run(tmp_path, 3, "per-node")
     assert {line for line in said if line.startswith("loaded")} == {f"loaded 121 on rank {rank}" for rank in range(3)}
+
+
+IN_MEMORY = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torchelastic
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+with torchelastic.Checkpointer(memory_every=1) as checkpointer:
+    state = checkpointer.load()
+    step = int(state["weight"][0]) if state else 0
+    os.write(1, b"loaded %d with %d ranks\\n" % (step, dist.get_world_size()))
+    while not os.path.exists(sys.argv[1]):
+        weight = torch.ones(1000)
+        dist.all_reduce(weight)
+        step += 1
+        checkpointer.save(step, {"weight": weight / dist.get_world_size() * step})
+        checkpointer.wait()
+        os.write(1, b"saved %d\\n" % step)
+"""
+
+
+async def test_a_lost_node_costs_only_the_steps_since_the_last_copy_in_the_memory_of_another_one(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    (program := tmp_path / "train.py").write_text(IN_MEMORY)
+    run = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=0,lease=1", program, tmp_path / "end")
+    async with AgentProcess(*arguments) as left:
+        async with AgentProcess(*arguments) as lost:
+            await lost.wait_for_line("loaded .* with 4 ranks")
+            reached = int((await lost.wait_for_line(r"saved (\d+)", since=len(lost.lines) + 20))[1])
+            mark = len(left.lines)
+        alone = await left.wait_for_line(r"loaded (\d+) with 2 ranks", since=mark)
+        assert int(alone[1]) >= reached > 1
+        async with AgentProcess(*arguments) as new:
+            joined = await new.wait_for_line(r"loaded (\d+) with 4 ranks")
+            assert int(joined[1]) >= int(alone[1])
+            (tmp_path / "end").touch()
+            assert [await agent.code() for agent in (left, new)] == [0, 0]

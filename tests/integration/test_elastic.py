@@ -293,6 +293,23 @@ async def test_an_error_of_the_program_is_raised_at_once(program: Path, tmp_path
     assert "RuntimeError: The size of tensor a (2) must match the size of tensor b (3)" in agent.output
 
 
+async def test_ranks_with_and_without_elastic_are_refused_in_one_job(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(
+        "import os\nimport torchelastic\nimport torch.distributed as dist\n"
+        "train = dist.init_process_group\n"
+        "if os.environ['RANK'] != '1':\n"
+        "    train = torchelastic.elastic(lambda state: None)\n"
+        "train(torchelastic.TorchState() if os.environ['RANK'] != '1' else 'gloo')\n"
+    )
+    async with AgentProcess("--standalone", "--nproc-per-node=2", program) as agent:
+        assert await agent.code() != 0
+    assert (
+        "Rank 1 has called init_process_group(), and this rank uses @torchelastic.elastic. All ranks of a job must do "
+        "the same." in agent.output
+    )
+    assert "round 2" not in agent.output
+
+
 async def test_a_program_continues_from_its_checkpoint_in_a_world_of_another_size(
     program: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:

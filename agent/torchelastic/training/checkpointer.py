@@ -9,26 +9,25 @@ sharded, each rank writes its part into the folder that all share.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import functools
+import itertools
 import logging
 import os
 import secrets
-import threading
-import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 
 from torchelastic.errors import SettingsError
 from torchelastic.protocol.pod import Env
 from torchelastic.training.checkpoint_files import CheckpointFiles, CheckpointName
+from torchelastic.training.checkpoint_folder import CheckpointFolder, memory_of_agent
 from torchelastic.training.collectives import Ranks
-from torchelastic.training.connection import blocked_signals
 from torchelastic.training.errors import NonRetryableException
-from torchelastic.training.nested import HostCopies
-from torchelastic.training.progress import CheckpointReport, report_checkpoint
+from torchelastic.training.progress import report_checkpoint
 from torchelastic.training.shards import Part, join, sharded_tensors, split
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.tensor import DTensor
@@ -59,31 +58,35 @@ class Checkpointer:
             this is a pod's folder, ``<job>/<index>``, on a volume that pods share, the job's other folders also count.
         every: the number of steps, or the time, after which a checkpoint is due.
         keep: the number of newest checkpoints that stay.
+        memory_every: the same as `every` for a copy that each node's agent keeps in memory until it ends. When workers
+            start again, on this or on another node, they continue with the newest copy of the nodes that are left.
+            Without an agent, it has no effect; with one, no folder is needed.
 
     Raises:
         SettingsError: there is no folder, or a value is out of range.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None = None, *, every: int | dt.timedelta = 1, keep: int = 2
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        every: int | dt.timedelta = 1,
+        keep: int = 2,
+        memory_every: int | dt.timedelta | None = None,
     ) -> None:
         url = os.environ.get(Env.CHECKPOINT_DIR) if folder is None else folder
-        if not url:
+        in_memory = None if memory_every is None else memory_of_agent()
+        self._folder = self._memory = None
+        if url:
+            self._folder = CheckpointFolder(CheckpointFiles(url, of_pod=folder is None), every, keep)
+        if memory_every is not None and in_memory is not None:
+            self._memory = CheckpointFolder(CheckpointFiles(in_memory), memory_every, 1)
+        self._folders = [each for each in (self._memory, self._folder) if each is not None]
+        if not self._folders:
             raise SettingsError(f"There is no folder for checkpoints: pass one, or set ${Env.CHECKPOINT_DIR}.")
-        if keep < 1:
-            raise SettingsError(f"keep={keep} would delete every checkpoint; use 1 or more.")
-        if every <= (dt.timedelta() if isinstance(every, dt.timedelta) else 0):  # type: ignore[operator] # of one type
-            raise SettingsError(f"every={every} is not positive; use a number of steps of 1 or more, or a longer time.")
-        self._files = CheckpointFiles(url, of_pod=folder is None)
-        self._every, self._keep = every, keep
         self._damaged: set[CheckpointName] = set()
         self._token = self._rank = 0
         self._mark = b""
-        self._is_writer = False
-        self._last_step, self._last_time = 0, time.monotonic()
-        self._written_step: int | None = None
-        self._writing: threading.Thread | None = None
-        self._copies = HostCopies()
         self._sharing: Ranks | None = None  # the ranks among which the state is sharded
 
     def load(self, state: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -102,7 +105,7 @@ class Checkpointer:
         Raises:
             NonRetryableException: on all ranks, if there are checkpoints, but none can be loaded.
             SettingsError: this process is one of several, and there is no process group; or the state is sharded, and
-                a rank does not see the folder.
+                a rank does not see the folder, or `memory_every` is set.
             TypeError: the state contains an object that could not be saved.
             OSError: the folder cannot be read.
         """
@@ -110,13 +113,20 @@ class Checkpointer:
         if self._sharing is not None:
             self._sharing.close()
             self._sharing = None
-        own = sharded_tensors(state)
+        own, folder = sharded_tensors(state), self._folder
+        if own and (folder is None or self._memory is not None):
+            raise SettingsError("The state is sharded, and memory_every is for states that all ranks have alike.")
         with self._join() as ranks:
-            if own and not all(sees for (sees,) in ranks.gather(self._files.sees_mark(self._token, self._mark))):
-                raise SettingsError(f"Not all ranks see {self._files.folder}: a sharded state needs a shared folder.")
+            if folder is not None and own:
+                sees_all = all(sees for (sees,) in ranks.gather(folder.files.sees_mark(self._token, self._mark)))
+                if not sees_all:
+                    raise SettingsError(
+                        f"Not all ranks see {folder.files.folder}: a sharded state needs a shared folder."
+                    )
             step, loaded = self._load_newest(ranks, own)
         self._sharing = Ranks.on_host() if own else None
-        self._last_step, self._last_time, self._written_step = max(step, 0), time.monotonic(), None
+        for each in self._folders:
+            each.begin(max(step, 0))
         return loaded
 
     def join(self) -> None:
@@ -129,7 +139,8 @@ class Checkpointer:
             OSError: the folder cannot be read.
         """
         with self._join():
-            self._written_step = None
+            for folder in self._folders:
+                folder.forget()
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[Ranks]:
@@ -169,50 +180,46 @@ class Checkpointer:
             raise RuntimeError("Call load() before save(): in it, the ranks agree on where the training starts.")
         if step < 0:
             raise ValueError(f"step must be 0 or more, not {step}.")
-        if self._sharing is None:
-            begins = self._begins(step, force)
-        else:
-            begins, force = self._all_begin(step, force, self._sharing)
-        if not begins:
-            return False
-        report = report_checkpoint()
-        content: Any = state() if callable(state) else state
-        parts: dict[str, Part] = {}
         if self._sharing is not None:
-            form, parts, contents = split(content)
-            content = {"form": form if self._rank == 0 else None, "parts": contents}
-        copied = self._copies.copy(content)
-        self._last_step, self._last_time = step, time.monotonic()
-        ranks = 0 if self._sharing is None else self._sharing.size
-        name = CheckpointName(self._token, step, self._rank, self._files.folder, ranks)
-        # Python waits for this thread before it exits.
-        self._writing = threading.Thread(target=self._write, args=(name, copied, parts, report), name="checkpoint")
-        with blocked_signals():
-            self._writing.start()
-        if force and self._sharing is not None:
-            self.wait()
-            self._sharing.gather(step)  # before a rank answers a notice, all have written
-        return True
+            return self._save_sharded(step, state, self._sharing, force=force)
+        begun = False
+        for folder in self._folders:
+            if folder.begins(step, force=force and folder is self._folders[-1]):
+                self._write(folder, step, state() if callable(state) else state)
+                begun = True
+        return begun
 
-    def _begins(self, step: int, force: bool) -> bool:
-        if not self._is_writer or not (force or self._is_due(step)):
-            return False
-        if force:
-            self.wait()
-        return not self._is_writing() and step != self._written_step
-
-    def _all_begin(self, step: int, force: bool, ranks: Ranks) -> tuple[bool, bool]:
-        """Return whether all ranks begin to write, and whether one of them forces it."""
-        own = force, self._is_due(step), self._is_writing(), step != self._written_step
+    def _save_sharded(self, step: int, state: Any, ranks: Ranks, *, force: bool) -> bool:  # noqa: ANN401 - as in save()
+        (folder,) = self._folders
+        own = force, folder.is_due(step), folder.is_writing(), not folder.is_written(step)
         forced, due, writing, unwritten = map(any, zip(*ranks.gather(*own), strict=True))
         if forced:
-            self.wait()
-        return unwritten and (forced or (due and not writing)), forced
+            folder.wait()
+        if not (unwritten and (forced or (due and not writing))):
+            return False
+        form, parts, contents = split(state() if callable(state) else state)
+        content = {"form": form if self._rank == 0 else None, "parts": contents}
+        self._write(folder, step, content, parts, ranks.size)
+        if forced:
+            folder.wait()
+            ranks.gather(step)  # before a rank answers a notice, all have written
+        return True
+
+    def _write(
+        self,
+        folder: CheckpointFolder,
+        step: int,
+        content: object,
+        parts: Mapping[str, Part] = MappingProxyType({}),
+        ranks: int = 0,
+    ) -> None:
+        name = CheckpointName(self._token, step, self._rank, folder.files.folder, ranks)
+        folder.write(name, content, parts, report_checkpoint(), self._damaged)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
-        if self._writing is not None:
-            self._writing.join()
+        for folder in self._folders:
+            folder.wait()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written. A ``with`` statement calls this at its end."""
@@ -224,46 +231,30 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _is_due(self, step: int) -> bool:
-        if isinstance(self._every, dt.timedelta):  # each writer decides on its own: the ranks have the same state
-            return time.monotonic() - self._last_time >= self._every.total_seconds()
-        return step - self._last_step >= self._every
-
-    def _is_writing(self) -> bool:
-        return self._writing is not None and self._writing.is_alive()
-
-    def _write(self, name: CheckpointName, state: object, parts: Mapping[str, Part], report: CheckpointReport) -> None:
-        try:
-            self._files.write(name, state, parts)
-        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
-            logger.warning("The checkpoint of step %d was not written, and training continues: %s", name.step, error)
-            return
-        self._written_step = name.step
-        report.done()
-        try:
-            self._files.delete_old(self._keep, name, self._damaged)
-        except Exception as error:  # noqa: BLE001 - likewise
-            logger.warning("Old checkpoints could not be deleted, and training continues: %s", error)
-
     def _reserve_token(self, ranks: Ranks) -> int:
         """Agree on a token that is higher than all before, and find out which ranks write."""
-        (seen,) = max(ranks.gather(self._files.highest_token()))
+        (seen,) = max(ranks.gather(max(folder.files.highest_token() for folder in self._folders)))
         round = os.environ.get("TORCHELASTIC_ROUND", "")
         token, mark = max(seen + 1, int(round) if round.isdecimal() else 0), secrets.randbits(62)
         if ranks.rank == 0:
             token = self._reserve(token, b"%x" % mark)
         token, mark = ranks.gather(token, mark)[0]
         self._mark = b"%x" % mark
-        self._is_writer = ranks.rank == 0 or (
-            os.environ.get("LOCAL_RANK", "0") == "0" and not self._files.sees_mark(token, self._mark)
-        )
-        if self._is_writer and ranks.rank != 0:
-            self._reserve(token, self._mark)
+        is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        if self._memory is not None:
+            self._memory.is_writer = is_first_of_node
+        if self._folder is not None:
+            self._folder.is_writer = ranks.rank == 0 or (
+                is_first_of_node and not self._folder.files.sees_mark(token, self._mark)
+            )
+            if self._folder.is_writer and ranks.rank != 0:
+                self._reserve(token, self._mark)
         return token
 
     def _reserve(self, token: int, mark: bytes) -> int:
+        """Reserve a token, or a higher one; nobody else has the folder in memory, so it needs no reservation."""
         try:
-            while not self._files.reserve(token, mark):
+            while self._folder is not None and not self._folder.files.reserve(token, mark):
                 token += 1
         except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
             logger.warning("No checkpoint can be written, and training continues: %s", error)
@@ -273,15 +264,15 @@ class Checkpointer:
         """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""
         why = ""
         while True:  # another writer may delete checkpoints meanwhile, so each attempt lists them again
-            own = max((each for each in self._files.checkpoints() if each not in self._damaged), default=_NONE)
+            own = max((each for each in self._checkpoints() if each not in self._damaged), default=_NONE)
             token, step, count = max(ranks.gather(own.token, own.step, own.ranks))
             if step == _NONE.step:
                 if any(damaged for (damaged,) in ranks.gather(len(self._damaged))):
                     raise NonRetryableException(why or "No checkpoint can be loaded: the other ranks' logs say why.")
                 return step, None
-            if count:
-                name = CheckpointName(token, step, 0, self._files.folder, count)
-                state, reason = self._load_sharded(ranks, name, sharded)
+            if count and self._folder is not None:
+                name = CheckpointName(token, step, 0, self._folder.files.folder, count)
+                state, reason = self._load_sharded(ranks, self._folder.files, name, sharded)
                 if state is not None:
                     return step, state
                 why = why or reason
@@ -290,7 +281,7 @@ class Checkpointer:
             with contextlib.ExitStack() as stack:
                 if (own.token, own.step) == (token, step):
                     try:
-                        file, sha256 = stack.enter_context(self._files.verified(own))
+                        file, sha256 = stack.enter_context(self._files_of(own).verified(own))
                         state = _load(file)
                         checksum = int(sha256[:15], 16)
                     except Exception as error:  # noqa: BLE001 - torch.load() raises several kinds
@@ -306,25 +297,32 @@ class Checkpointer:
                         state = received
             return step, state
 
+    def _checkpoints(self) -> Iterator[CheckpointName]:
+        return itertools.chain.from_iterable(folder.files.checkpoints() for folder in self._folders)
+
+    def _files_of(self, name: CheckpointName) -> CheckpointFiles:
+        is_in_memory = self._memory is not None and name.folder == self._memory.files.folder
+        return self._folders[0 if is_in_memory else -1].files
+
     def _load_sharded(
-        self, ranks: Ranks, name: CheckpointName, sharded: Mapping[str, DTensor]
+        self, ranks: Ranks, files: CheckpointFiles, name: CheckpointName, sharded: Mapping[str, DTensor]
     ) -> tuple[dict[str, Any] | None, str]:
         """Return the state of a sharded checkpoint, if all ranks can read it, and why this rank cannot."""
         names: list[CheckpointName] = []
         state, why, at = None, "", name
         try:
-            names = self._files.of_all_ranks(name)
+            names = files.of_all_ranks(name)
             if len(names) != name.ranks:
                 raise FileNotFoundError("this rank does not see all its files")  # noqa: TRY301 - like a missing file
             for at in names[ranks.rank :: ranks.size]:
-                with self._files.verified(at):
+                with files.verified(at):
                     pass  # each file is verified by one rank
         except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
             why = self._refuse(at, error)
         if all(is_readable for (is_readable,) in ranks.gather(not why)):
-            load = functools.cache(self._files.load_on_demand)
+            load = functools.cache(files.load_on_demand)
             try:
-                places = [self._files.manifest(each).parts for each in names]
+                places = [files.manifest(each).parts for each in names]
                 state = join(
                     load(names[0])["form"], places, lambda rank, part: load(names[rank])["parts"][part], sharded
                 )

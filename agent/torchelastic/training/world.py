@@ -23,11 +23,14 @@ from torchelastic.protocol.worker import (
     parse_ranks,
 )
 from torchelastic.training.connection import AGENT_CONNECTION, run_in_thread
+from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.process_group import InterruptibleProcessGroup, connect_to_store
 from torchelastic.training.progress import REPORTER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
 _AGENT_TIMEOUT: Final = 60.0
 """Seconds for the agent to say that the world is broken or changes, after a collective has failed.
@@ -47,6 +50,9 @@ _LAST_COMMIT: Final = "last commit"
 
 _LOSS_TIMEOUT: Final = 2.0
 """Seconds to learn at the end of the training that a rank was lost; else, the other ranks have just ended."""
+
+_OTHERS_INTERVAL: Final = 0.5
+"""Seconds between two looks for ranks that form their process group themselves."""
 
 _READY_INTERVAL: Final = 0.01
 """Seconds between two checks whether the starting ranks are ready."""
@@ -149,7 +155,13 @@ class Worlds:
         self._formed += 1
         self._store = PrefixStore(f"torchelastic/{'all' if self.is_whole else 'staying'}/{self._formed}", store)
         self._commits = 0
-        self._group.create("gloo", self._store, rank, size, _TIMEOUT, _TIMEOUT, lambda: self.changed)
+        others = _OtherRanks(store)
+
+        def is_lost() -> bool:
+            others.check()
+            return self.changed
+
+        self._group.create("gloo", self._store, rank, size, _TIMEOUT, _TIMEOUT, is_lost)
         self._is_formed = True
 
     def _wait_for_starting(self, host: str, port: int, place: tuple[int, int]) -> None:
@@ -292,6 +304,26 @@ class Worlds:
         with self._condition:
             self._lost_agent = True
             self._condition.notify_all()
+
+
+class _OtherRanks:
+    """Looks from time to time for ranks that form their process group themselves: those never arrive in the world."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._keys = getattr(store, "list_keys", list)  # not in older versions of torch
+        self._due = time.monotonic() + _OTHERS_INTERVAL
+
+    def check(self) -> None:
+        """Raise NonRetryableException if there is such a rank."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _OTHERS_INTERVAL
+        for key in self._keys():
+            if key.startswith("default_pg/"):
+                raise NonRetryableException(
+                    f"Rank {key.rpartition('/')[2]} has called init_process_group(), and this rank uses "
+                    "@torchelastic.elastic. All ranks of a job must do the same."
+                )
 
 
 def has_agent() -> bool:

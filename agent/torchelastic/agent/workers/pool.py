@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from torchelastic.agent.failures import FailureCause, WorkerExit, explain
-from torchelastic.agent.function_call import CALL_MODULE
 from torchelastic.agent.worker_output import Console, Logs, temporary_folder
 from torchelastic.agent.workers import heartbeat_monitor, program_source
 from torchelastic.agent.workers.fork_server import ForkServer, python_command
@@ -285,10 +284,9 @@ class Workers:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             self.scratch = self._shared = temporary_folder()
-            if self._settings.heartbeat_timeout is not None or self._settings.program.argv[0] == CALL_MODULE:
-                with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
-                    self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
-                    (self.scratch / MEMORY).symlink_to(self._shared)
+            with contextlib.suppress(OSError):  # a folder in memory, where no write waits for a disk
+                self._shared = Path(tempfile.mkdtemp(prefix="torchelastic-", dir="/dev/shm"))
+                (self.scratch / MEMORY).symlink_to(self._shared)
             folders = [self.scratch, self._shared]
             for folder in folders:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
