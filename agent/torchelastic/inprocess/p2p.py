@@ -18,9 +18,9 @@ from torchelastic.errors import RendezvousClosedError, RendezvousError, Settings
 from torchelastic.inprocess.coordinator import Coordinator, StopException
 from torchelastic.metrics.api import profile
 from torchelastic.rendezvous.api import RendezvousParameters
+from torchelastic.training.agent_worlds import WORLDS, has_agent
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.process_group import InterruptibleProcessGroup
-from torchelastic.training.world import WORLDS, WorldChanged, has_agent
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # not listed in its __all__
@@ -140,7 +140,7 @@ class CoordinatorP2P(Coordinator):
         """Return whether nodes wait to join, or the world has changed; always False with ``max_num_trainers`` ranks."""
         if self._of_agent is not None:
             WORLDS.note_state()
-            return self.any_rank(WORLDS.changed)
+            return WORLDS.changes_at_commit()
         self._group.note_connections()  # sync() and the first step may have created more groups
         if self._world_size >= self._max_num_trainers:
             return False
@@ -199,7 +199,7 @@ class CoordinatorP2P(Coordinator):
     @profile()
     def on_error(self, error: Exception) -> None:
         """Log the error."""
-        if self._of_agent is not None:
+        if self._of_agent is not None and isinstance(error, RuntimeError):
             self._of_agent.error = error
         logger.warning("rank %d: %s: %s", self._rank, type(error).__name__, f"{error}".partition("\n")[0])
 
@@ -218,7 +218,7 @@ class _AgentWorlds:
     """
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: RuntimeError | None = None
         self._world = contextlib.ExitStack()
         self._is_first = True
 
@@ -232,19 +232,19 @@ class _AgentWorlds:
 
         self._world.close()
         error, self.error = self.error, None
-        if not self._is_first and not ((error is None or WORLDS.explains(error)) and WORLDS.next()):
-            raise RendezvousError("the agent announces no other world") from error
+        if not self._is_first:
+            try:
+                WORLDS.next(error)
+            except RuntimeError as last:
+                raise RendezvousError("the agent announces no other world") from last
         self._is_first = False
         self._world.enter_context(WORLDS.world())
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
         return store, dist.get_rank(), dist.get_world_size()
 
     def end(self) -> None:
-        """Leave the last world; raise RuntimeError if ranks of another world need the state of this process."""
-        try:
-            WORLDS.end()
-        except WorldChanged:
-            raise RuntimeError("ranks have joined before the end of the training") from None
+        """Leave the last world; raise what :meth:`Worlds.end` raises."""
+        WORLDS.end()
         self._world.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from torchelastic.inprocess.checkpoint import CheckpointUtil
 from torchelastic.inprocess.coordinator import StopException
@@ -14,6 +14,7 @@ from torchelastic.inprocess.worker_stats import WorkerStats
 from torchelastic.metrics.api import put_metric
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.progress import step
+from torchelastic.training.worlds import WorldChanged, call_in_worlds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,54 +74,101 @@ def run_train(
 def _train(
     coordinator: Coordinator, step_of_world: Callable[[StateType], Callable[[StateType], Any]], state: StateType
 ) -> StateType:
-    checkpoints = CheckpointUtil(coordinator)
-    done = False
-    is_current = False  # whether the state has been brought to that of the other ranks, or of a checkpoint
-    failures = 0
-    while not coordinator.should_stop_training():
-        snapshot = state.capture_snapshot()
-        try:
-            with _measured("outer_train_loop.duration.ms"):
-                _, rank, world_size = coordinator.rendezvous_barrier()
-                coordinator.init_process_group()
-                checkpoints.load_checkpoint(state, rank, is_current=is_current)
-                with _measured("state_sync.duration.ms"):
-                    state.sync(world_size, rank)
-                train_step = step_of_world(state)
-            with _measured("inner_train_loop.duration.ms"):
-                while True:
-                    snapshot = state.capture_snapshot()
-                    is_current = True  # a failure rolls back to a state that the ranks have shared
-                    step()
-                    try:
-                        result = train_step(state)
-                    except StopIteration:
-                        done = True
-                        break
-                    state, stats = _state_and_stats(result, state)
-                    coordinator.monitor_progress(state, stats)
-                    if coordinator.should_save_checkpoint() or state.should_save_checkpoint(rank):
-                        checkpoints.save_checkpoint(state, rank)
-                    failures = 0
-                    if coordinator.should_rendezvous(state):
-                        break
-                    coordinator.report_progress(state)
-            if done:
-                coordinator.signal_training_done()
-                return state
-        except StopException as stopped:
-            message = f"This process was not a rank when the run ended, so its state is not the trained one. {stopped}"
-            raise NonRetryableException(message) from None
-        except RuntimeError as error:
+    training = _Training(coordinator, step_of_world, state)
+    try:
+        return call_in_worlds(training, training.train)
+    except _Stopped:
+        return training.state
+    except StopException as stopped:
+        message = f"This process was not a rank when the run ended, so its state is not the trained one. {stopped}"
+        raise NonRetryableException(message) from None
+    except Exception as error:
+        if not isinstance(error, RuntimeError):  # next() reports these
             coordinator.on_error(error)
-            failures += 1
-            if failures >= MAX_FAILURES:
-                raise RuntimeError(f"The training has failed {failures} times without a complete step.") from error
-            state.apply_snapshot(snapshot)
-        except Exception as error:
-            coordinator.on_error(error)
-            raise
-    return state
+        raise
+
+
+class _Stopped(Exception):  # noqa: N818 - no error
+    """The coordinator has stopped the training."""
+
+
+class _Training(Generic[StateType]):
+    """A training in the worlds of a coordinator.
+
+    Args:
+        coordinator: forms the worlds.
+        step_of_world: returns the function for a step in the current world.
+        state: the state before the training.
+
+    Attributes:
+        state: the current state.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        step_of_world: Callable[[StateType], Callable[[StateType], Any]],
+        state: StateType,
+    ) -> None:
+        self.state = state
+        self._coordinator = coordinator
+        self._step_of_world = step_of_world
+        self._checkpoints = CheckpointUtil(coordinator)
+        self._snapshot: object = None
+        self._is_current = False  # whether the state has been brought to that of the other ranks, or of a checkpoint
+        self._failures = 0
+
+    @contextlib.contextmanager
+    def world(self) -> Iterator[None]:
+        """See :meth:`Worlds.world`."""
+        if self._coordinator.should_stop_training():
+            raise _Stopped
+        self._snapshot = self.state.capture_snapshot()
+        with _measured("outer_train_loop.duration.ms"):
+            _, rank, world_size = self._coordinator.rendezvous_barrier()
+            self._coordinator.init_process_group()
+            self._checkpoints.load_checkpoint(self.state, rank, is_current=self._is_current)
+            with _measured("state_sync.duration.ms"):
+                self.state.sync(world_size, rank)
+        self._rank = rank
+        yield
+
+    def train(self) -> StateType:
+        """Train in the current world until the training ends, and return the state."""
+        coordinator, state = self._coordinator, self.state
+        train_step = self._step_of_world(state)
+        with _measured("inner_train_loop.duration.ms"):
+            while True:
+                self._snapshot = state.capture_snapshot()
+                self._is_current = True  # a failure rolls back to a state that the ranks have shared
+                step()
+                try:
+                    result = train_step(state)
+                except StopIteration:
+                    return state
+                state, stats = _state_and_stats(result, state)
+                self.state = state
+                coordinator.monitor_progress(state, stats)
+                if coordinator.should_save_checkpoint() or state.should_save_checkpoint(self._rank):
+                    self._checkpoints.save_checkpoint(state, self._rank)
+                self._failures = 0
+                if coordinator.should_rendezvous(state):
+                    raise WorldChanged
+                coordinator.report_progress(state)
+
+    def next(self, error: RuntimeError | None) -> None:
+        """See :meth:`Worlds.next`: roll the state back after an error. The coordinator then finds the next world."""
+        if error is None:
+            return
+        self._coordinator.on_error(error)
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            raise RuntimeError(f"The training has failed {self._failures} times without a complete step.") from error
+        self.state.apply_snapshot(self._snapshot)
+
+    def end(self) -> None:
+        """See :meth:`Worlds.end`."""
+        self._coordinator.signal_training_done()
 
 
 def _state_and_stats(result: object, state: StateType) -> tuple[StateType, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from torchelastic.training.agent_worlds import WORLDS
 from torchelastic.training.state import TorchState
-from torchelastic.training.world import WORLDS, WorldChanged
+from torchelastic.training.worlds import call_in_worlds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,20 +53,14 @@ def elastic(
     def train_in_worlds(state: _State, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         if not isinstance(state, TorchState):
             raise TypeError(f"{train.__qualname__}() must get a TorchState first, not a {type(state).__name__}.")
-        while True:
-            try:
-                with WORLDS.world():
-                    state.restore()
-                    WORLDS.note_state()
-                    result = train(state, *args, **kwargs)
-                    state.save()
-                    WORLDS.end()
-                    return result
-            except WorldChanged:
-                if not WORLDS.next():
-                    raise RuntimeError("The agent has not announced the next world.") from None
-            except RuntimeError as error:
-                if not WORLDS.explains(error) or not WORLDS.next():
-                    raise
+
+        def train_in_world() -> _Result:
+            state.restore()
+            WORLDS.note_state()
+            result = train(state, *args, **kwargs)
+            state.save()
+            return result
+
+        return call_in_worlds(WORLDS, train_in_world)
 
     return train_in_worlds

@@ -8,12 +8,13 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.protocol.worker import is_worker
+from torchelastic.training.agent_worlds import WORLDS
 from torchelastic.training.collectives import Ranks
 from torchelastic.training.nested import map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
 from torchelastic.training.shards import sharded_tensors
-from torchelastic.training.world import WORLDS, WorldChanged
+from torchelastic.training.worlds import WorldChanged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,0 +1,65 @@
+"""The loop of a program that trains in one world of ranks after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+_Result = TypeVar("_Result")
+
+
+class WorldChanged(BaseException):
+    """The world has changed; :func:`call_in_worlds` calls its function again.
+
+    It is no Exception, so that an ``except Exception`` of the program does not catch it.
+    """
+
+
+class Worlds(Protocol):
+    """Where a process finds the worlds of its training, one after the other."""
+
+    def world(self) -> AbstractContextManager[None]:
+        """Return a context manager for a block in the current world, with its process group.
+
+        Raises:
+            RuntimeError: the world cannot be formed, for example because a rank was lost meanwhile.
+        """
+
+    def next(self, error: RuntimeError | None) -> None:
+        """Wait for the next world, after the error of the current one, or because it has changed.
+
+        Raises:
+            RuntimeError: there is no other world; this is the error of the current one, if there is one.
+        """
+
+    def end(self) -> None:
+        """Leave the last world together with the other ranks.
+
+        Raises:
+            WorldChanged: ranks of the next world need the state of this process.
+            RuntimeError: the same, after a rank was lost.
+        """
+
+
+def call_in_worlds(worlds: Worlds, function: Callable[[], _Result]) -> _Result:
+    """Call a function in each world until it returns, and return its result.
+
+    If it raises WorldChanged or RuntimeError, as a collective does when a rank is lost, it is called in the next world.
+
+    Raises:
+        RuntimeError: there is no other world.
+        BaseException: any other exception of the function.
+    """
+    while True:
+        try:
+            with worlds.world():
+                result = function()
+                worlds.end()
+                return result
+        except WorldChanged:
+            worlds.next(None)
+        except RuntimeError as error:
+            worlds.next(error)
