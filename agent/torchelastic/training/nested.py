@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import ctypes
+import hashlib
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_SMALL: Final = 2**20
+"""Number of bytes of tensors up to which a checksum is computed."""
+
 _MAPPINGS: Final = (dict, collections.OrderedDict, collections.Counter)
 
 
@@ -71,6 +76,37 @@ def map_tensors(
         )
 
     return mapped(value, name)
+
+
+class _NotSmallError(Exception):
+    """A value has no checksum."""
+
+
+def checksum(state: Any) -> int | None:  # noqa: ANN401 - nested values
+    """Return a number of 56 bits that differs if nested values differ; None if they are not small, or not on the CPU.
+
+    Values that are alike may have different numbers, for example sets of strings in different processes.
+
+    Raises:
+        TypeError: as :func:`map_tensors`.
+    """
+    digest, size = hashlib.blake2b(digest_size=7), 0
+
+    def add(tensor: Any, name: str) -> Any:  # noqa: ANN401 - a tensor, and what stands for it
+        nonlocal size
+        if is_sharded(tensor) or not is_dense(tensor) or tensor.device.type != "cpu":
+            raise _NotSmallError
+        if (size := size + tensor.nbytes) > _SMALL:
+            raise _NotSmallError
+        content = tensor.resolve_conj().resolve_neg().contiguous()
+        digest.update(ctypes.string_at(content.data_ptr(), content.nbytes))
+        return name, tensor.dtype, tensor.shape
+
+    try:
+        digest.update(repr(map_tensors(state, add)).encode())
+    except _NotSmallError:
+        return None
+    return int.from_bytes(digest.digest())
 
 
 class HostCopies:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.protocol.worker import is_worker
 from torchelastic.training.agent_worlds import WORLDS
 from torchelastic.training.collectives import Ranks
-from torchelastic.training.nested import map_tensors
+from torchelastic.training.nested import checksum, map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
 from torchelastic.training.shards import sharded_tensors
@@ -173,9 +173,9 @@ class TorchState:
         without one, the state of rank 0.
 
         Nothing is sent if all ranks have left their world in the same commit. If all ranks have as many commits, the
-        parameters and the optimizers' states are not sent. The rest is: the forward passes of the step that is repeated
-        may have changed the buffers of BatchNorm in different ways. If all ranks have begun that step, the buffers see
-        it twice, on all ranks alike. In any other case, the whole state is sent.
+        parameters and the optimizers' states are not sent. The rest is, unless it is small and alike: the forward
+        passes of the step that is repeated may have changed the buffers of BatchNorm in different ways. If all ranks
+        have begun that step, the buffers see it twice, on all ranks alike. In any other case, the whole state is sent.
 
         Raises:
             TypeError: a value of the state cannot be sent, or is sharded, and the world has changed.
@@ -184,9 +184,13 @@ class TorchState:
         ranks = Ranks()
         # A rank that failed between the optimizer's step and its commit has parameters of no commit.
         own = (self._kind, self.commits, int(not self._has_stepped), int(self._is_at_commit))
-        found = ranks.gather(*own)
-        source = max(range(ranks.size), key=lambda rank: (found[rank], -rank))
-        kind, _, has_whole_step, is_at_commit = found[source]
+        # A rank that failed within a step may have other buffers than the others.
+        rest = checksum(self._changed_by_forward()) if ranks.size > 1 and self._kind == _TRAINED else None
+        found = ranks.gather(*own, -1 if rest is None else rest)
+        source = max(range(ranks.size), key=lambda rank: (found[rank][:4], -rank))
+        kind, _, has_whole_step, is_at_commit, _ = found[source]
+        is_alike = kind == _TRAINED and has_whole_step == 1 and len({each[:3] for each in found}) == 1
+        is_same = is_alike and rest is not None and len({each[4] for each in found}) == 1
         saved = None
         if kind == _TRAINED:
             self._check_that_it_can_move()
@@ -197,10 +201,9 @@ class TorchState:
             self.load_state_dict(saved)
         elif kind == _PARTIAL:
             raise RuntimeError("The only rank with the state was lost while it sent it, and there is no checkpoint.")
-        if saved is None and not (is_at_commit and len({*found}) == 1):
+        if saved is None and not is_same and not (is_at_commit and len({each[:4] for each in found}) == 1):
             if ranks.rank != source:
                 self.__dict__.update(_kind=kind if own[:3] == found[source][:3] else _PARTIAL, _is_at_commit=False)
-            is_alike = kind == _TRAINED and has_whole_step == 1 and len({each[:3] for each in found}) == 1
             state = ranks.broadcast(self._changed_by_forward() if is_alike else self.state_dict(), source)
             if ranks.rank != source and is_alike:
                 self._load(state, strict=False)
