@@ -11,6 +11,7 @@ import datetime as dt
 import os
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.protocol.worker import (
@@ -242,6 +243,8 @@ class AgentWorlds:
             raise error or RuntimeError("This process has no agent that announces another world.")
         if not (self._is_ending and self._is_joined_by_others()):
             AGENT_CONNECTION.send(WorkerMessage(waits=True))
+        if error is not None:  # there is time now to free what the function has created
+            traceback.clear_frames(error.__traceback__)
         with self._condition:
             if not self._is_changing and self._next is not None and not self._is_joined_by_others():
                 # A rank has left this world, although all were to stay until others are ready.

@@ -54,12 +54,14 @@ def call_in_worlds(worlds: Worlds, function: Callable[[], _Result]) -> _Result:
         BaseException: any other exception of the function.
     """
     while True:
+        error = None
         try:
             with worlds.world():
                 result = function()
                 worlds.end()
                 return result
         except WorldChanged:
-            worlds.next(None)
-        except RuntimeError as error:
-            worlds.next(error)
+            pass
+        except RuntimeError as raised:
+            error = raised
+        worlds.next(error)
