@@ -313,6 +313,7 @@ def _run_task(connection: socket.socket, agent: int, inherited: Mapping[str, str
         _run_task(forked, agent, inherited)
         return
     connection.close()
+    time.sleep(content.pop("delay", 0))
     match message["task"]:
         case "tcp_store":
             _serve_tcp_store(descriptors[-1], **content)

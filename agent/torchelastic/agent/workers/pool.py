@@ -62,6 +62,9 @@ the exit of its process takes CPU time that the next round's workers need to sta
 _STORE_LINGER_OF_STAYING: Final = 10.0
 """The same if workers stay: they agree in it on the step after which they leave their world."""
 
+_DELAY: Final = 0.1
+"""Seconds after which workers begin if others stay: those form their next world first, on the same CPUs."""
+
 _CONSOLE_IDLE_TIMEOUT: Final = 5.0
 """Seconds after which an agent that exits drops the remaining output if nothing reads it."""
 
@@ -427,7 +430,7 @@ class Workers:
                     variables[local_rank] = self._environment(
                         local_rank, own[local_rank], output, memories.get(local_rank), files.get(local_rank)
                     )
-                children = await self._fork(variables, outputs)
+                children = await self._fork(variables, outputs, _DELAY if staying else 0.0)
             except OSError as error:
                 where = f"{error.filename}: " if error.filename else ""
                 raise StartError(f"no worker can be started: {where}{error.strerror}") from None
@@ -473,8 +476,9 @@ class Workers:
         self,
         environments: Mapping[int, dict[str, str]],
         outputs: Sequence[WorkerOutput],
+        delay: float,
     ) -> list[Child]:
-        """Start a process for each local rank's environment and output."""
+        """Start a process for each local rank's environment and output, which begins after some seconds."""
         processes = await self.fork_server.fork(len(environments)) if environments else []
         try:
             for process, (local_rank, environment), output in zip(
@@ -483,7 +487,7 @@ class Workers:
                 task, content = self._task_of(environment)
                 if mode := self._settings.numa_binding:
                     content["numa_binding"] = {"mode": mode, "device": local_rank}
-                process.begin(task, content, output.streams)
+                process.begin(task, {**content, "delay": delay}, output.streams)
         except OSError:
             for process in processes:
                 process.child.signal(signal.SIGKILL)
