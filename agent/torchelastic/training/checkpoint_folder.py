@@ -44,9 +44,7 @@ class CheckpointFolder:
         if keep < 1:
             raise SettingsError(f"keep={keep} would delete every checkpoint; use 1 or more.")
         if every <= (dt.timedelta() if isinstance(every, dt.timedelta) else 0):  # type: ignore[operator] # of one type
-            raise SettingsError(
-                f"A checkpoint every {every} is not possible: use a number of steps of 1 or more, or a longer time."
-            )
+            raise SettingsError(f"every={every} is not positive; use a number of steps of 1 or more, or a longer time.")
         self.files = files
         self.is_writer = False
         self._every, self._keep = every, keep

@@ -60,7 +60,11 @@ class InterruptibleProcessGroup:
     """Torch's default process group, which another thread can interrupt.
 
     If a rank is lost, gloo raises an error only on the ranks that exchange data with it; the others wait for the
-    time-out. :meth:`interrupt` shuts down gloo's connections, and every collective on this rank raises RuntimeError.
+    time-out. :meth:`interrupt` ends the receiving half of gloo's connections, and every collective on this rank raises
+    RuntimeError.
+
+    If gloo learns from a connection that the peer has asked for data, and then cannot write to it, the collective waits
+    for the time-out. So the connections stay open for writing until all ranks have left the group.
 
     Attributes:
         control_group: a group with the backend "gloo" and the same ranks; None for the default group.
@@ -71,6 +75,7 @@ class InterruptibleProcessGroup:
         self._lock = threading.Lock()
         self._before: frozenset[int] | None = None
         self._own: frozenset[int] | None = None
+        self._former: list[int] = []  # descriptors of the connections of the group that was destroyed last
 
     def create(
         self,
@@ -117,6 +122,7 @@ class InterruptibleProcessGroup:
             if is_lost():
                 raise RuntimeError("a rank was lost before all ranks had created the process group")
             time.sleep(_POLL_INTERVAL)
+        self._close_former()
 
     def note_connections(self) -> None:
         """Note that connections which the process opens later do not belong to gloo. Only the first call counts."""
@@ -126,12 +132,9 @@ class InterruptibleProcessGroup:
     def interrupt(self) -> None:
         """Make current and later collectives of this rank raise RuntimeError; another thread may call this."""
         with self._lock:
-            if self._before is None:
-                return
-            for inode, connection in _connections():
-                if inode not in self._before if self._own is None else inode in self._own:
-                    with contextlib.suppress(OSError):  # the peer has disconnected
-                        connection.shutdown(socket.SHUT_RDWR)
+            for connection in self._connections():
+                with connection, contextlib.suppress(OSError):  # the peer has disconnected
+                    connection.shutdown(socket.SHUT_RD)
 
     def destroy(self) -> None:
         """Destroy the group, if there is one. Ranks that wait for this one in a collective get an error at once."""
@@ -140,10 +143,30 @@ class InterruptibleProcessGroup:
             return
         self.interrupt()
         with self._lock:
+            connections = self._connections()
             self._before = None
         distributed.destroy_process_group()
+        self._close_former()
+        for connection in connections:
+            with contextlib.suppress(OSError):  # the peer has disconnected
+                connection.shutdown(socket.SHUT_WR)
+            self._former.append(connection.detach())
         self.control_group = None
         sys.excepthook = self._excepthook  # init_process_group() adds a rank to tracebacks, each time another one
+
+    def _connections(self) -> list[socket.socket]:
+        """Return duplicates of the sockets of gloo's connections."""
+        if (before := self._before) is None:
+            return []
+        return [
+            connection.dup()
+            for inode, connection in _connections()
+            if (inode not in before if self._own is None else inode in self._own)
+        ]
+
+    def _close_former(self) -> None:
+        while self._former:
+            os.close(self._former.pop())
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:
