@@ -195,7 +195,7 @@ async def test_a_lost_node_costs_only_the_steps_since_the_last_copy_in_the_memor
             reached = int((await lost.wait_for_line(r"saved (\d+)", since=len(lost.lines) + 20))[1])
             mark = len(left.lines)
         alone = await left.wait_for_line(r"loaded (\d+) with 2 ranks", since=mark)
-        assert int(alone[1]) >= reached > 1
+        assert int(alone[1]) >= reached - 1 > 0, "the other node may not have saved the last step yet"
         async with AgentProcess(*arguments) as new:
             joined = await new.wait_for_line(r"loaded (\d+) with 4 ranks")
             assert int(joined[1]) >= int(alone[1])
