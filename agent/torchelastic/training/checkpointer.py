@@ -238,27 +238,31 @@ class Checkpointer:
         token, mark = max(seen + 1, int(round) if round.isdecimal() else 0), secrets.randbits(62)
         if ranks.rank == 0:
             token = self._reserve(token, b"%x" % mark)
+            self._reserve_memory(token)
         token, mark = ranks.gather(token, mark)[0]
         self._mark = b"%x" % mark
-        is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-        if self._memory is not None:
-            self._memory.is_writer = is_first_of_node
+        if ranks.rank != 0:
+            self._reserve_memory(token)
         if self._folder is not None:
             self._folder.is_writer = ranks.rank == 0 or (
-                is_first_of_node and not self._folder.files.sees_mark(token, self._mark)
+                os.environ.get("LOCAL_RANK", "0") == "0" and not self._folder.files.sees_mark(token, self._mark)
             )
             if self._folder.is_writer and ranks.rank != 0:
                 self._reserve(token, self._mark)
         return token
 
     def _reserve(self, token: int, mark: bytes) -> int:
-        """Reserve a token, or a higher one; nobody else has the folder in memory, so it needs no reservation."""
-        try:
+        """Reserve a token, or a higher one, in the folder that other runs may share; return it."""
+        with _unless_unwritable():
             while self._folder is not None and not self._folder.files.reserve(token, mark):
                 token += 1
-        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
-            logger.warning("No checkpoint can be written, and training continues: %s", error)
         return token
+
+    def _reserve_memory(self, token: int) -> None:
+        """Write into the memory of this node, if no other rank does."""
+        if self._memory is not None:
+            with _unless_unwritable():
+                self._memory.is_writer = self._memory.files.reserve(token, b"")
 
     def _load_newest(self, ranks: Ranks, sharded: Mapping[str, DTensor]) -> tuple[int, dict[str, Any] | None]:
         """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""
@@ -341,6 +345,14 @@ class Checkpointer:
             f"No checkpoint can be loaded, the newest ({name.path}.pt) because {reason}. To train from the beginning, "
             "move the checkpoints to another folder."
         )
+
+
+@contextlib.contextmanager
+def _unless_unwritable() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
+        logger.warning("No checkpoint can be written, and training continues: %s", error)
 
 
 def _load(file: BinaryIO) -> dict[str, Any]:
