@@ -70,6 +70,15 @@ def once(name):
         return False
 
 
+def form_world(*args, form=dist.init_process_group, **kwargs):
+    if "forms" in fault and state.commits == 17 and kwargs["rank"] == 0 and once("killed while the next world forms"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return form(*args, **kwargs)
+
+
+dist.init_process_group = form_world
+
+
 @torchelastic.elastic
 def train(state):
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -103,6 +112,8 @@ def train(state):
                 break
 
 
+if "first world" in fault and os.environ["RANK"] == "0" and once("killed"):
+    os.kill(os.getpid(), signal.SIGKILL)
 train(state)
 parameters = [number for each in model.parameters() for number in each.flatten().tolist()]
 os.write(1, f"end {json.dumps([state.commits, state.seen, sampler.epoch, sampler.position, *parameters])}\\n".encode())
@@ -215,6 +226,20 @@ async def test_a_worker_that_is_killed_costs_at_most_the_step_under_way(
     assert {*range(4)} == {rank for size, rank, _, _ in found[-4:] if size == 4}, process.output
     assert last >= again if launcher == "torchelastic" else last == again, process.output
     assert len({pid for *_, pid in found}) == (5 if launcher == "torchelastic" else 8), process.output
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["killed before the reduction, and while the next world forms", "killed before its first world"],
+)
+async def test_faults_before_a_world_is_complete_change_no_result(
+    fault: str, program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    (tmp_path / "half").touch()
+    arguments = ("--standalone", "--nproc-per-node=4", "--max-restarts=3", program, tmp_path, fault)
+    async with AgentProcess(*arguments) as agent:
+        assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+    assert agent.output.count("killed by SIGKILL") >= (2 if "forms" in fault else 1)
 
 
 async def test_the_state_outlives_a_time_with_too_few_nodes(
