@@ -60,7 +60,7 @@ class Checkpointer:
         keep: the number of newest checkpoints that stay.
         memory_every: the same as `every` for a copy that each node's agent keeps in memory until it ends. When workers
             start again, on this or on another node, they continue with the newest copy of the nodes that are left.
-            Without an agent, it has no effect; with one, no folder is needed.
+            Without an agent, it has no effect. With it, no folder is needed.
 
     Raises:
         SettingsError: there is no folder, or a value is out of range.
@@ -82,7 +82,7 @@ class Checkpointer:
         if memory_every is not None and in_memory is not None:
             self._memory = CheckpointFolder(CheckpointFiles(in_memory), memory_every, 1)
         self._folders = [each for each in (self._memory, self._folder) if each is not None]
-        if not self._folders:
+        if not url and memory_every is None:
             raise SettingsError(f"There is no folder for checkpoints: pass one, or set ${Env.CHECKPOINT_DIR}.")
         self._damaged: set[CheckpointName] = set()
         self._token = self._rank = 0
@@ -233,7 +233,7 @@ class Checkpointer:
 
     def _reserve_token(self, ranks: Ranks) -> int:
         """Agree on a token that is higher than all before, and find out which ranks write."""
-        (seen,) = max(ranks.gather(max(folder.files.highest_token() for folder in self._folders)))
+        (seen,) = max(ranks.gather(max((folder.files.highest_token() for folder in self._folders), default=0)))
         round = os.environ.get("TORCHELASTIC_ROUND", "")
         token, mark = max(seen + 1, int(round) if round.isdecimal() else 0), secrets.randbits(62)
         if ranks.rank == 0:
