@@ -273,12 +273,16 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
             spare = await stack.enter_async_context(AgentProcess(*arguments))
             pid = (await spare.wait_for_line(r"ready in (\d+)"))[1]
             await spare.wait_for_line(r"round 2: standing by")
+            mark = len(second.lines)
+            worker = await second.wait_for_line(r"world of 2, rank 1, commits 30, pid (\d+)")
+            os.kill(int(worker[1]), signal.SIGKILL)  # the spare is not needed in the next round
+            await second.wait_for_line(r"world of 2, rank 1, commits 30", since=mark)
             second.kill()
             taken = await spare.wait_for_line(r"world of 2, rank (\d), commits 30, pid (\d+)")
             assert taken[2] == pid
             (tmp_path / "half").touch()
             assert await result_of(spare) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
-            assert "round 3: started no rank of a world of 2; rank 1 stays" in spare.output
+            assert "round 4: started no rank of a world of 2; rank 1 stays" in spare.output
 
 
 async def test_a_worker_that_is_stuck_is_replaced_although_the_world_keeps_changing(

@@ -345,6 +345,8 @@ class WorkerSocket:
         if message.waits:
             process.waits = True
             self._left.set()
+        if message.left_for:
+            process.waits = False
         if message.left_for == self._round:
             self.expected.discard(process.rank)
         elif message.left_for:  # it has to leave the next one, too

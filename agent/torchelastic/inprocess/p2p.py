@@ -140,7 +140,7 @@ class CoordinatorP2P(Coordinator):
         """Return whether nodes wait to join, or the world has changed; always False with ``max_num_trainers`` ranks."""
         if self._of_agent is not None:
             WORLDS.note_state()
-            return WORLDS.changes_at_commit()
+            return self.any_rank(WORLDS.is_changing)
         self._group.note_connections()  # sync() and the first step may have created more groups
         if self._world_size >= self._max_num_trainers:
             return False
@@ -232,11 +232,8 @@ class _AgentWorlds:
 
         self._world.close()
         error, self.error = self.error, None
-        if not self._is_first:
-            try:
-                WORLDS.next(error)
-            except RuntimeError as last:
-                raise RendezvousError("the agent announces no other world") from last
+        if not self._is_first and not WORLDS.next(error):
+            raise RendezvousError("the agent announces no other world") from error
         self._is_first = False
         self._world.enter_context(WORLDS.world())
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it

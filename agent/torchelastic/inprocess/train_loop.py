@@ -83,7 +83,7 @@ def _train(
         message = f"This process was not a rank when the run ended, so its state is not the trained one. {stopped}"
         raise NonRetryableException(message) from None
     except Exception as error:
-        if not isinstance(error, RuntimeError):  # next() reports these
+        if not isinstance(error, RuntimeError):  # next() has reported it
             coordinator.on_error(error)
         raise
 
@@ -117,13 +117,16 @@ class _Training(Generic[StateType]):
         self._snapshot: object = None
         self._is_current = False  # whether the state has been brought to that of the other ranks, or of a checkpoint
         self._failures = 0
+        self._is_entering = False  # whether the coordinator has yet to form the world
 
     @contextlib.contextmanager
     def world(self) -> Iterator[None]:
         """See :meth:`Worlds.world`."""
+        self._is_entering = True
         if self._coordinator.should_stop_training():
             raise _Stopped
         self._snapshot = self.state.capture_snapshot()
+        self._is_entering = False
         with _measured("outer_train_loop.duration.ms"):
             _, rank, world_size = self._coordinator.rendezvous_barrier()
             self._coordinator.init_process_group()
@@ -156,19 +159,24 @@ class _Training(Generic[StateType]):
                     raise WorldChanged
                 coordinator.report_progress(state)
 
-    def next(self, error: RuntimeError | None) -> None:
+    def next(self, error: RuntimeError | None) -> bool:
         """See :meth:`Worlds.next`: roll the state back after an error. The coordinator then finds the next world."""
-        if error is None:
-            return
+        if error is None or self._is_entering:
+            return error is None
         self._coordinator.on_error(error)
         self._failures += 1
         if self._failures >= MAX_FAILURES:
             raise RuntimeError(f"The training has failed {self._failures} times without a complete step.") from error
         self.state.apply_snapshot(self._snapshot)
+        return True
 
     def end(self) -> None:
         """See :meth:`Worlds.end`."""
-        self._coordinator.signal_training_done()
+        try:
+            self._coordinator.signal_training_done()
+        except WorldChanged:
+            self.state.apply_snapshot(self._snapshot)  # the end of the training is repeated
+            raise
 
 
 def _state_and_stats(result: object, state: StateType) -> tuple[StateType, Any]:

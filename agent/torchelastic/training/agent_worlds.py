@@ -47,7 +47,8 @@ _VARIABLES: Final = ("TORCHELASTIC_ROUND", "MASTER_ADDR", "MASTER_PORT", "RANK",
 """The variables that describe the place of a process in a round."""
 
 _READY: Final = "torchelastic/ready"
-"""The prefix of the keys in the TCPStore that say which of the starting ranks are ready to train."""
+_ALL_READY: Final = "torchelastic/all ready"
+"""The keys in the TCPStore that count the starting ranks that are ready to train, and that the last of them sets."""
 
 _LAST_COMMIT: Final = "last commit"
 """The key of a world's store with the number of the commit at which all ranks leave it."""
@@ -71,7 +72,6 @@ class _World:
 
     Attributes:
         round: the number of the round.
-        address: the host and the port of the round's TCPStore.
         starting: the ranks of the round that start.
         starts: whether this rank is one of them.
         rank: the rank of this process in the world.
@@ -82,7 +82,6 @@ class _World:
         self._environment = environment
         self.is_whole = is_whole
         self.round = int(environment["TORCHELASTIC_ROUND"])
-        self.address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         self.starting = parse_ranks(environment.get(STARTING_RANKS, ""))
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self.starts = rank in self.starting
@@ -99,9 +98,9 @@ class _World:
         return _World(self._environment)
 
     @property
-    def ready_keys(self) -> list[str]:
-        """The keys of the round's TCPStore that exist when all starting ranks are ready."""
-        return [f"{_READY}/{rank}" for rank in sorted(self.starting)]
+    def address(self) -> tuple[str, int]:
+        """The host and the port of the round's TCPStore; a spare has none."""
+        return self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
 
     def enter(self) -> None:
         """Set the variables of this process."""
@@ -131,7 +130,7 @@ class AgentWorlds:
         self._is_broken = False  # whether a rank of the current world is lost
         self._is_ending = False  # whether the ranks leave the current world after the same step
         self._next: _World | None = None  # the world after the current one, if it is known
-        self._round = 0  # the last one for which the agent knows that this process has left the one before
+        self._round = 0  # the last one that this process has begun
         self._entries = 0  # how often this process has formed the current world
         self._commits = 0  # in the current world
         self._store: Store  # in which the ranks of the current world agree on their last commit
@@ -151,7 +150,8 @@ class AgentWorlds:
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
                 while SPARE in os.environ:
-                    self.next(None)
+                    if not self.next(None):
+                        raise RuntimeError("The agent has not announced a world.")
                 self._form()
             elif "RANK" in os.environ:
                 dist.init_process_group()
@@ -161,6 +161,8 @@ class AgentWorlds:
         finally:
             self._is_formed = False
             self._group.destroy()
+            if not self._stays:
+                self._group.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -174,11 +176,11 @@ class AgentWorlds:
                 self._current = _World(own).of_staying()
                 self._current.enter()
             world = self._current
-            if not world.is_whole and self._next is None and not self._is_broken:
+            if not world.is_whole and self._next is None and not self.is_changing:
                 self._wait_in_thread(world.of_all())
-        store = connect_to_store(*world.address, lambda: self._is_changing)
-        if world.starts:
-            store.set(f"{_READY}/{world.rank}", "")
+        store = connect_to_store(*world.address, lambda: self.is_changing)
+        if world.starts and self._entries == 0 and store.add(_READY, 1) == len(world.starting):
+            store.set(_ALL_READY, "")
         self._entries += 1
         self._store = PrefixStore(f"torchelastic/{'all' if world.is_whole else 'staying'}/{self._entries}", store)
         self._commits = 0
@@ -186,7 +188,7 @@ class AgentWorlds:
 
         def is_lost() -> bool:
             others.check()
-            return self._is_changing
+            return self.is_changing
 
         self._group.create("gloo", self._store, world.rank, world.size, _TIMEOUT, _TIMEOUT, is_lost)
         self._is_formed = True
@@ -201,7 +203,7 @@ class AgentWorlds:
 
         with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
             store = connect_to_store(*world.address, lambda: self._next is not world)
-            while not store.check(world.ready_keys):  # wait() would print a warning when the TCPStore ends
+            while not store.check([_ALL_READY]):  # wait() would print a warning when the TCPStore ends
                 if self._next is not world:
                     return
                 time.sleep(_READY_INTERVAL)
@@ -214,7 +216,8 @@ class AgentWorlds:
                 self._condition.notify_all()
 
     @property
-    def _is_changing(self) -> bool:
+    def is_changing(self) -> bool:
+        """Whether the ranks leave the current world."""
         return self._is_broken or self._is_ending
 
     def note_state(self) -> None:
@@ -226,7 +229,7 @@ class AgentWorlds:
         """Return whether the world changes now; all ranks call this at the end of each step.
 
         The first rank that knows of a planned change chooses the end of the next step. So all ranks leave their world
-        after the same step, and none waits for another one in a step that has to be repeated.
+        after the same step, unless a rank learns of the change more than a step later, and has to repeat a step.
         """
         self._commits += 1
         if self._is_broken or not self._is_ending:
@@ -237,34 +240,35 @@ class AgentWorlds:
             return True
         return self._commits >= int(last)
 
-    def next(self, error: RuntimeError | None) -> None:
+    def next(self, error: RuntimeError | None) -> bool:
         """See :meth:`Worlds.next`."""
         if not self._stays or not (error is None or self._explains(error)):
-            raise error or RuntimeError("This process has no agent that announces another world.")
+            return False
         if not (self._is_ending and self._is_joined_by_others()):
             AGENT_CONNECTION.send(WorkerMessage(waits=True))
-        if error is not None:  # there is time now to free what the function has created
-            traceback.clear_frames(error.__traceback__)
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)  # as for WorldChanged
         with self._condition:
-            if not self._is_changing and self._next is not None and not self._is_joined_by_others():
+            if not self.is_changing and self._next is not None and not self._is_joined_by_others():
                 # A rank has left this world, although all were to stay until others are ready.
                 self._next, self._is_ending = self._next.of_staying(), True
             timeout = None if SPARE in os.environ else _AGENT_TIMEOUT
-            is_known = self._condition.wait_for(lambda: self._is_changing or self._lost_agent, timeout)
+            is_known = self._condition.wait_for(lambda: self.is_changing or self._lost_agent, timeout)
             if is_known:  # if the next round has no place for this process, the agent ends it
-                self._condition.wait_for(lambda: (self._is_changing and self._next) or self._lost_agent)
-            if not self._is_changing or self._next is None:
-                raise error or RuntimeError("The agent has not announced the next world.")
+                self._condition.wait_for(lambda: (self.is_changing and self._next) or self._lost_agent)
+            if not self.is_changing or self._next is None:
+                return False
             world = self._current = self._next
             self._next, self._is_ending, self._is_broken, self._entries = None, False, False, 0
             world.enter()
-        if world.round != self._round:
-            self._leave_for(world)
+        return self._leave_for(world)
 
-    def _leave_for(self, world: _World) -> None:
-        self._round = world.round
-        REPORTER.begin_round()
-        AGENT_CONNECTION.send(WorkerMessage(left_for=world.round))
+    def _leave_for(self, world: _World) -> bool:
+        """Tell the agent that this process has left its world for one of this round, and no longer waits."""
+        if world.round != self._round:
+            self._round = world.round
+            REPORTER.begin_round()
+        return AGENT_CONNECTION.send(WorkerMessage(left_for=world.round))
 
     def _is_joined_by_others(self) -> bool:
         """Return whether the next world has the same round: only the starting ranks are new in it."""
@@ -274,14 +278,14 @@ class AgentWorlds:
         """Return whether an error of the program may have been raised because the world is broken."""
         import torch.distributed as dist
 
-        return self._is_changing or isinstance(error, dist.DistError) or "gloo" in f"{error}"
+        return self.is_changing or isinstance(error, dist.DistError) or "gloo" in f"{error}"
 
     def end(self) -> None:
         """See :meth:`Worlds.end`. The agent then knows that this process does not stay."""
         import torch.distributed as dist
 
         is_whole = self._current is None or self._current.is_whole
-        if not is_whole or (self._next is not None and not self._is_changing):  # ranks start
+        if not is_whole or (self._next is not None and not self.is_changing):  # ranks start
             self._wait_for_change()
             raise WorldChanged
         try:
@@ -290,7 +294,7 @@ class AgentWorlds:
             if self._wait_for_change(_LOSS_TIMEOUT):
                 raise
         with self._condition:
-            if self._stays and self._is_changing:
+            if self._stays and self.is_changing:
                 raise WorldChanged
             stays, self._stays = self._stays, False
         if stays:
@@ -298,7 +302,7 @@ class AgentWorlds:
 
     def _wait_for_change(self, seconds: float | None = None) -> bool:
         with self._condition:
-            return self._stays and self._condition.wait_for(lambda: self._is_changing or self._lost_agent, seconds)
+            return self._stays and self._condition.wait_for(lambda: self.is_changing or self._lost_agent, seconds)
 
     def _take(self, message: WorldMessage) -> None:
         with self._condition:
@@ -320,7 +324,7 @@ class AgentWorlds:
         current, stays = self._current, world.starting and not world.starts
         if current is None or not (stays and self._is_formed and current.is_whole):
             return False
-        return world.size - len(world.starting) == current.size and not self._is_changing and self._next is None
+        return world.size - len(world.starting) == current.size and not self.is_changing and self._next is None
 
     def _agent_lost(self) -> None:
         with self._condition:

@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchelastic.errors import SettingsError
 from torchelastic.protocol.worker import MEMORY, WORKER_SOCKET
 from torchelastic.training.connection import blocked_signals
 from torchelastic.training.nested import HostCopies
@@ -35,16 +35,9 @@ class CheckpointFolder:
     Attributes:
         files: the same.
         is_writer: whether this process writes into the folder.
-
-    Raises:
-        SettingsError: a value is out of range.
     """
 
     def __init__(self, files: CheckpointFiles, every: int | dt.timedelta, keep: int) -> None:
-        if keep < 1:
-            raise SettingsError(f"keep={keep} would delete every checkpoint; use 1 or more.")
-        if every <= (dt.timedelta() if isinstance(every, dt.timedelta) else 0):  # type: ignore[operator] # of one type
-            raise SettingsError(f"every={every} is not positive; use a number of steps of 1 or more, or a longer time.")
         self.files = files
         self.is_writer = False
         self._every, self._keep = every, keep
@@ -140,5 +133,5 @@ class CheckpointFolder:
 
 def memory_of_agent() -> str | None:
     """Return the folder in memory that the agent of this process keeps until it ends; None if there is none."""
-    path = f"{os.path.dirname(os.environ.get(WORKER_SOCKET, ''))}/{MEMORY}"  # noqa: PTH120 - the path may be empty
-    return f"{os.path.realpath(path)}/checkpoints" if os.path.isdir(path) else None  # noqa: PTH112 - likewise
+    path = Path(os.environ.get(WORKER_SOCKET, "")).with_name(MEMORY) if os.environ.get(WORKER_SOCKET) else None
+    return f"{path.resolve()}/checkpoints" if path is not None and path.is_dir() else None

@@ -75,6 +75,13 @@ class Checkpointer:
         memory_every: int | dt.timedelta | None = None,
     ) -> None:
         url = os.environ.get(Env.CHECKPOINT_DIR) if folder is None else folder
+        for name, interval in (("every", every), ("memory_every", memory_every)):
+            if interval is not None and interval <= 0 * interval:  # type: ignore[operator] # of one type
+                raise SettingsError(
+                    f"{name}={interval} is not positive; use a number of steps of 1 or more, or a longer time."
+                )
+        if keep < 1:
+            raise SettingsError(f"keep={keep} would delete every checkpoint; use 1 or more.")
         in_memory = None if memory_every is None else memory_of_agent()
         self._folder = self._memory = None
         if url:

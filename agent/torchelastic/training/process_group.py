@@ -63,8 +63,8 @@ class InterruptibleProcessGroup:
     time-out. :meth:`interrupt` ends the receiving half of gloo's connections, and every collective on this rank raises
     RuntimeError.
 
-    If gloo learns from a connection that the peer has asked for data, and then cannot write to it, the collective waits
-    for the time-out. So the connections stay open for writing until all ranks have left the group.
+    If gloo reads that a peer is ready for data, and then cannot write to the connection, the collective waits for the
+    time-out. This becomes rare because the connections stay open for writing until all ranks have left the group.
 
     Attributes:
         control_group: a group with the backend "gloo" and the same ranks; None for the default group.
@@ -122,7 +122,7 @@ class InterruptibleProcessGroup:
             if is_lost():
                 raise RuntimeError("a rank was lost before all ranks had created the process group")
             time.sleep(_POLL_INTERVAL)
-        self._close_former()
+        self.close()
 
     def note_connections(self) -> None:
         """Note that connections which the process opens later do not belong to gloo. Only the first call counts."""
@@ -133,7 +133,7 @@ class InterruptibleProcessGroup:
         """Make current and later collectives of this rank raise RuntimeError; another thread may call this."""
         with self._lock:
             for connection in self._connections():
-                with connection, contextlib.suppress(OSError):  # the peer has disconnected
+                with contextlib.suppress(OSError):  # the peer has disconnected
                     connection.shutdown(socket.SHUT_RD)
 
     def destroy(self) -> None:
@@ -142,31 +142,33 @@ class InterruptibleProcessGroup:
         if self._before is None or distributed is None or not distributed.is_initialized():
             return
         self.interrupt()
+        kept: list[int] = []
         with self._lock:
-            connections = self._connections()
+            with contextlib.suppress(OSError):  # too many open files
+                kept.extend(os.dup(connection.fileno()) for connection in self._connections())
             self._before = None
         distributed.destroy_process_group()
-        self._close_former()
-        for connection in connections:
+        self.close()
+        self._former = kept
+        for descriptor in kept:
+            connection = socket.socket(fileno=descriptor)
             with contextlib.suppress(OSError):  # the peer has disconnected
                 connection.shutdown(socket.SHUT_WR)
-            self._former.append(connection.detach())
+            connection.detach()
         self.control_group = None
         sys.excepthook = self._excepthook  # init_process_group() adds a rank to tracebacks, each time another one
 
-    def _connections(self) -> list[socket.socket]:
-        """Return duplicates of the sockets of gloo's connections."""
-        if (before := self._before) is None:
-            return []
-        return [
-            connection.dup()
-            for inode, connection in _connections()
-            if (inode not in before if self._own is None else inode in self._own)
-        ]
-
-    def _close_former(self) -> None:
+    def close(self) -> None:
+        """Close the connections of the group that was destroyed last: all ranks have left it."""
         while self._former:
             os.close(self._former.pop())
+
+    def _connections(self) -> Iterator[socket.socket]:
+        """Yield a duplicate of the socket of each of gloo's connections."""
+        if (before := self._before) is not None:
+            for inode, connection in _connections():
+                if inode not in before if self._own is None else inode in self._own:
+                    yield connection
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:

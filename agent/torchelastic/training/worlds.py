@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ class Worlds(Protocol):
             RuntimeError: the world cannot be formed, for example because a rank was lost meanwhile.
         """
 
-    def next(self, error: RuntimeError | None) -> None:
+    def next(self, error: RuntimeError | None) -> bool:
         """Wait for the next world, after the error of the current one, or because it has changed.
 
-        Raises:
-            RuntimeError: there is no other world; this is the error of the current one, if there is one.
+        Returns:
+            Whether there is another world.
         """
 
     def end(self) -> None:
@@ -54,14 +55,15 @@ def call_in_worlds(worlds: Worlds, function: Callable[[], _Result]) -> _Result:
         BaseException: any other exception of the function.
     """
     while True:
-        error = None
         try:
             with worlds.world():
                 result = function()
                 worlds.end()
                 return result
-        except WorldChanged:
-            pass
-        except RuntimeError as raised:
-            error = raised
-        worlds.next(error)
+        except WorldChanged as changed:
+            traceback.clear_frames(changed.__traceback__)  # there is time now to free what the function has created
+            if not worlds.next(None):
+                raise RuntimeError("The agent has not announced the next world.") from None
+        except RuntimeError as error:
+            if not worlds.next(error):
+                raise
