@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from benchmarks.training.runs import Run
 
-ROWS: Final = ("kill", "hang", "join", "leave", "broadcast", "checkpoint", "commit")
+ROWS: Final = ("kill", "hang", "spare", "join", "leave", "broadcast", "checkpoint", "commit")
 BASELINES: Final = (RESTARTS, TORCHRUN, TORCHFT)
 HEARTBEAT_TIMEOUT: Final = 3.0
 """The value of ``--heartbeat-timeout`` in seconds, for the processes that hang."""
@@ -41,9 +41,11 @@ WANTED_REDUCTION: Final = 0.06
 WANTED_STEP: Final = 0.12
 WANTED_AFTER_TIMEOUT: Final = 0.2
 WANTED_AFTER_READY: Final = 0.2
+WANTED_WITH_SPARE: Final = 0.3
 WANTED_PAUSE: Final = 0.1
 """Wanted seconds until the survivors' all-reduce and step, until their step after the time-out for hung processes, from
-a successor that is ready until the next step, and of the pause of a planned change."""
+a successor that is ready until the next step, until the step of all ranks after a spare has taken the place of a node,
+and of the pause of a planned change."""
 
 WANTED_BROADCAST: Final = 0.7
 WANTED_COPIES: Final = 1.2
@@ -122,6 +124,20 @@ async def lose(run: Run, attempt: int, *, number: signal.Signals, agents: int) -
     return sample
 
 
+async def replace(run: Run, _: int) -> Sample:
+    """Kill one of two agents with its workers, while a third one is a spare whose workers are ready."""
+    ranks = 2 * run.workers
+    for name in "ab":
+        run.start(name)
+    await run.trains(ranks, 1)
+    run.start("c")
+    await run.until(lambda: 0.0 if run.seen().ready("c") == run.workers else None, "the spare is not ready")
+    await run.settled(ranks)
+    since = run.terminate("b", signal.SIGKILL)
+    full = await run.until(lambda: run.seen().last("step", ranks, since, ranks), "no step of all ranks")
+    return {FULL: full - since, REPEATED: float(run.seen().repeated(since))}
+
+
 async def join(run: Run, _: int) -> Sample:
     """Start a second agent while the first trains."""
     run.start("a")
@@ -165,6 +181,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         ("hang", Case(f"worker stopped, {ranks} ranks", stopped, hung, ranks, (RESTARTS,), "outside", flags))
         for ranks in arguments.ranks
     ]
+    wanted = {FULL: WANTED_WITH_SPARE, REPEATED: 1}
+    found.append(("spare", Case("agent killed, with a spare", replace, wanted, 2, (), flags=("--warm-spare",))))
     found.append(("join", Case("second agent joins", join, {**planned, READY: WANTED_AFTER_READY}, 2, (RESTARTS,))))
     found.append(("leave", Case("second agent leaves", leave, planned, 2, (RESTARTS,))))
     return [case for row, case in found if not arguments.only or row in arguments.only]

@@ -102,6 +102,10 @@ class Processes(list[Process]):
         found = sorted(first for process in self if (first := process.first(kind, since, size)) is not None)
         return found[count - 1] if len(found) >= count else None
 
+    def ready(self, node: str) -> int:
+        """Return how many processes of a node have been ready."""
+        return sum(process.slot.partition(".")[0] == node and bool(process.times("ready")) for process in self)
+
     def last_ready(self, since: float) -> float | None:
         """Return when the last new process was ready; None if no process has begun after the time."""
         return max((at for process in self for at in process.times("ready") if at > since), default=None)

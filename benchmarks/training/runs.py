@@ -139,10 +139,10 @@ class Run:
             lambda: next((at for each in self.seen() for at in each.times("fault")), None), "no fault"
         )
 
-    def terminate(self, name: str) -> float:
-        """Send SIGTERM to an agent; return the time of the monotonic clock."""
+    def terminate(self, name: str, number: signal.Signals = signal.SIGTERM) -> float:
+        """Send a signal to an agent; return the time of the monotonic clock. Its workers end with it."""
         at = time.monotonic()
-        self.agents[name].signal(signal.SIGTERM)
+        self.agents[name].signal(number)
         return at
 
     def _start(self, name: str, module: list[str], environment: Mapping[str, str]) -> None:
