@@ -104,34 +104,29 @@ class CheckpointFolder:
         """
         copied = self._copies.copy(state)
         self._last_step, self._last_time = name.step, time.monotonic()
-        arguments = name, copied, parts, report, damaged
-        # Python waits for this thread before it exits.
-        self._writing = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+
+        def write_copy() -> None:
+            try:
+                self.files.write(name, copied, parts)
+            except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
+                message = "The checkpoint of step %d was not written, and training continues: %s"
+                logger.warning(message, name.step, error)
+                return
+            self._written_step = name.step
+            report.done()
+            try:
+                self.files.delete_old(self._keep, name, damaged)
+            except Exception as error:  # noqa: BLE001 - likewise
+                logger.warning("Old checkpoints could not be deleted, and training continues: %s", error)
+
+        self._writing = threading.Thread(target=write_copy, name="checkpoint")  # Python waits for it before it exits
         with blocked_signals():
             self._writing.start()
-
-    def _write(
-        self,
-        name: CheckpointName,
-        state: object,
-        parts: Mapping[str, Part],
-        report: CheckpointReport,
-        damaged: Collection[CheckpointName],
-    ) -> None:
-        try:
-            self.files.write(name, state, parts)
-        except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
-            logger.warning("The checkpoint of step %d was not written, and training continues: %s", name.step, error)
-            return
-        self._written_step = name.step
-        report.done()
-        try:
-            self.files.delete_old(self._keep, name, damaged)
-        except Exception as error:  # noqa: BLE001 - likewise
-            logger.warning("Old checkpoints could not be deleted, and training continues: %s", error)
 
 
 def memory_of_agent() -> str | None:
     """Return the folder in memory that the agent of this process keeps until it ends; None if there is none."""
-    path = Path(os.environ.get(WORKER_SOCKET, "")).with_name(MEMORY) if os.environ.get(WORKER_SOCKET) else None
-    return f"{path.resolve()}/checkpoints" if path is not None and path.is_dir() else None
+    if not (socket := os.environ.get(WORKER_SOCKET)):
+        return None
+    folder = Path(socket).with_name(MEMORY)
+    return f"{folder.resolve()}/checkpoints" if folder.is_dir() else None

@@ -279,6 +279,8 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for every in (0, dt.timedelta()):
         with pytest.raises(SettingsError, match=r"every=0\S* is not positive"):
             torchelastic.Checkpointer(tmp_path, every=every)
+        with pytest.raises(SettingsError, match=r"memory_every=0\S* is not positive"):
+            torchelastic.Checkpointer(memory_every=every)
     checkpointer = torchelastic.Checkpointer(tmp_path)
     with pytest.raises(RuntimeError, match=r"Call load\(\) before save\(\)"):
         checkpointer.save(1, {})
