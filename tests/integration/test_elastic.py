@@ -304,6 +304,104 @@ async def test_a_worker_that_is_stuck_is_replaced_although_the_world_keeps_chang
         assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
 
 
+STUCK = '''
+"""Rank 0 ends so that gloo's collective on the other ranks is stuck: it resets their connections before they read."""
+
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torchelastic
+
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+
+
+def wait_for_collective():
+    """Wait until a thread of gloo waits for data: it is in the same call of futex(2) for a while."""
+    seen, last = 0, None
+    while seen < 10:
+        tasks = [path for path in Path("/proc/self/task").iterdir() if "gloo" in (path / "comm").read_text()]
+        calls = [(path / "syscall").read_text().split() for path in tasks]
+        found = next((call for call in calls if len(call) > 4 and int(call[4], 16)), None)
+        seen = seen + 1 if found is not None and found == last else 0
+        last = found
+        time.sleep(0.01)
+
+
+def announce(rank):
+    wait_for_collective()
+    (partial := folder / f"partial {rank}").write_text(f"{os.getpid()}")
+    partial.rename(folder / f"waits {rank}")
+
+
+def stop(rank):
+    while not (file := folder / f"waits {rank}").exists():
+        time.sleep(0.01)
+    os.kill(pid := int(file.read_text()), signal.SIGSTOP)
+    while not all(" T " in (task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.01)
+
+
+def end(size):
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        except OSError:
+            pass  # not a socket
+    for rank in range(1, size):
+        stop(rank)
+    dist.all_reduce(torch.ones(1), async_op=True)
+    wait_for_collective()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@torchelastic.elastic
+def train(state):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.write(1, f"world of {size}, commits {state.commits}, weight {state.weight.item()}\\n".encode())
+    while state.commits < 60:
+        one = torch.ones(1)
+        if state.commits == 10 and size == int(os.environ["LOCAL_WORLD_SIZE"]) and not (folder / "waits 1").exists():
+            end(size) if rank == 0 else threading.Thread(target=announce, args=[rank], daemon=True).start()
+        dist.all_reduce(one, op=dist.ReduceOp.AVG)
+        state.weight += one
+        state.commit()
+
+
+train(torchelastic.TorchState(weight=torch.zeros(1)))
+'''
+
+
+@pytest.mark.parametrize("size", [2, 4])
+async def test_a_collective_that_gloo_does_not_end_costs_the_process_and_not_the_training(
+    size: int, tmp_path: Path
+) -> None:
+    (program := tmp_path / "program.py").write_text(STUCK)
+    arguments = ("--standalone", f"--nproc-per-node={size}", "--rejoin-timeout=600", program, tmp_path)
+    async with AgentProcess(*arguments) as agent:
+        await agent.wait_for_line(r"killed by SIGKILL")
+        stopped = [int(path.read_text()) for path in tmp_path.glob("waits *")]
+        assert len(stopped) == size - 1
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        assert await agent.code() == 0, agent.output
+    assert "so this process has ended itself" in agent.output
+    worlds = re.findall(r"world of (\d), commits (\d+), weight ([\d.]+)", agent.output)
+    assert {(size, commits) for size, commits, _ in worlds[:size]} == {(f"{size}", "0")}, agent.output
+    assert all(commits == weight.removesuffix(".0") and int(commits) >= 10 for _, commits, weight in worlds[size:])
+    assert worlds[-1][0] == f"{size}", agent.output
+
+
 async def test_ranks_that_begin_at_different_steps_are_a_warning(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(
         "import os\nimport torchelastic\n"

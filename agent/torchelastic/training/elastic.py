@@ -56,7 +56,7 @@ def elastic(
 
         def train_in_world() -> _Result:
             state.restore()
-            WORLDS.note_state()
+            WORLDS.note_state(state.leave)
             result = train(state, *args, **kwargs)
             state.save()
             return result

@@ -26,7 +26,6 @@ _ALL_ARRIVED: Final = "torchelastic/all arrived"
 
 _POLL_INTERVAL: Final = 0.001
 
-
 _CONNECT_TIMEOUT: Final = dt.timedelta(seconds=4)
 _CONNECT_TIMEOUT_OF_RANK: Final = dt.timedelta(seconds=0.1)
 """The time in which ranks that have all arrived must be connected: this, and this for each rank."""
@@ -34,6 +33,10 @@ _CONNECT_TIMEOUT_OF_RANK: Final = dt.timedelta(seconds=0.1)
 _CONNECT_ATTEMPT: Final = dt.timedelta(seconds=1)
 _OPERATION_TIMEOUT: Final = dt.timedelta(minutes=5)  # torch's default
 _CONNECT_ATTEMPTS: Final = 300
+
+_GLOO_THREAD: Final = "pt_gloo_runloop"
+_TIMEOUT_OF_FUTEX: Final = 4
+"""The position of the pointer to the time-out in the file "syscall" of proc(5), for futex(2)."""
 
 
 def connect_to_store(host: str, port: int, is_lost: Callable[[], bool]) -> TCPStore:
@@ -63,8 +66,9 @@ class InterruptibleProcessGroup:
     time-out. :meth:`interrupt` ends the receiving half of gloo's connections, and every collective on this rank raises
     RuntimeError.
 
-    If gloo reads that a peer is ready for data, and then cannot write to the connection, the collective waits for the
-    time-out. This becomes rare because the connections stay open for writing until all ranks have left the group.
+    If gloo reads that a peer is ready for data, and then cannot write to the connection, the collective is stuck until
+    the time-out. This is rare because the connections stay open for writing until all ranks have left the group; but
+    the connections of a rank that was killed do not.
 
     Attributes:
         control_group: a group with the backend "gloo" and the same ranks; None for the default group.
@@ -136,6 +140,11 @@ class InterruptibleProcessGroup:
                 with contextlib.suppress(OSError):  # the peer has disconnected
                     connection.shutdown(socket.SHUT_RD)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a collective of this rank waits, but has no connection left on which data could arrive."""
+        return self._before is not None and _waits_for_data() and next(self._connections(), None) is None
+
     def destroy(self) -> None:
         """Destroy the group, if there is one. Ranks that wait for this one in a collective get an error at once."""
         distributed = sys.modules.get("torch.distributed")
@@ -169,6 +178,17 @@ class InterruptibleProcessGroup:
             for inode, connection in _connections():
                 if inode not in before if self._own is None else inode in self._own:
                     yield connection
+
+
+def _waits_for_data() -> bool:
+    """Return whether a thread of gloo waits with a time-out. A thread that waits for the next collective has none."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            if (task / "comm").read_text().strip() == _GLOO_THREAD:
+                call = (task / "syscall").read_text().split()  # of a thread that runs, it is one word
+                if len(call) > _TIMEOUT_OF_FUTEX and int(call[_TIMEOUT_OF_FUTEX], 16):
+                    return True
+    return False
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:
