@@ -7,15 +7,15 @@ import re
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.agents import TIMEOUT, AgentProcess
+from tests.support.workers import poll_until
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.etcd import EtcdServer
 
 pytestmark = pytest.mark.integration
@@ -169,6 +169,7 @@ import torchelastic
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+print("copies in", os.path.realpath(os.path.dirname(os.environ["TORCHELASTIC_WORKER_SOCKET"]) + "/memory"))
 with torchelastic.Checkpointer(memory_every=1) as checkpointer:
     state = checkpointer.load()
     step = int(state["weight"][0]) if state else 0
@@ -199,5 +200,9 @@ async def test_a_lost_node_costs_only_the_steps_since_the_last_copy_in_the_memor
         async with AgentProcess(*arguments) as new:
             joined = await new.wait_for_line(r"loaded (\d+) with 4 ranks")
             assert int(joined[1]) >= int(alone[1])
+            folders = {Path((await agent.wait_for_line(r"copies in (/.+)"))[1]) for agent in (left, lost, new)}
+            assert len(folders) == 3
+            assert any((folder / "checkpoints").is_dir() for folder in folders)
             (tmp_path / "end").touch()
             assert [await agent.code() for agent in (left, new)] == [0, 0]
+    await poll_until(lambda: not any(folder.exists() for folder in folders))

@@ -66,7 +66,9 @@ fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 folder = f"{sys.argv[1]}/{rank}" if "apart" in sys.argv else sys.argv[1]
 state = torchelastic.TorchState(
-    model=model, optimizer=optimizer, checkpointer=torchelastic.Checkpointer(folder)
+    model=model,
+    optimizer=optimizer,
+    checkpointer=torchelastic.Checkpointer(folder, memory_every=1 if "memory" in sys.argv else None),
 )
 
 @torchelastic.elastic
@@ -181,6 +183,12 @@ async def test_each_layout_can_be_loaded_into_another_one(tmp_path: Path) -> Non
     assert torch.equal(whole["columns"], torch.arange(77.0).view(7, 11))
 
 
-async def test_a_sharded_state_needs_a_shared_folder(tmp_path: Path) -> None:
-    output = await run(tmp_path, 2, 3, "apart", code=1)
-    assert "a sharded state needs a shared folder" in output
+@pytest.mark.parametrize(
+    ("argument", "refusal"),
+    [
+        ("apart", "a sharded state needs a shared folder"),
+        ("memory", "The state is sharded, and memory_every is for states that all ranks have alike."),
+    ],
+)
+async def test_a_sharded_state_that_could_not_be_loaded_is_refused(argument: str, refusal: str, tmp_path: Path) -> None:
+    assert refusal in await run(tmp_path, 2, 3, argument, code=1)
