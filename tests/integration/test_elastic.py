@@ -358,6 +358,7 @@ def end(size):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except OSError:
             pass  # not a socket
+    (folder / "waits 0").touch()
     for rank in range(1, size):
         stop(rank)
     dist.all_reduce(torch.ones(1), async_op=True)
@@ -371,14 +372,17 @@ def train(state):
     os.write(1, f"world of {size}, commits {state.commits}, weight {state.weight.item()}\\n".encode())
     while state.commits < 60:
         one = torch.ones(1)
-        if state.commits == 10 and size == int(os.environ["LOCAL_WORLD_SIZE"]) and not (folder / "waits 1").exists():
+        checkpointer.wait()  # so that there is a copy of each step
+        is_whole = size == int(os.environ["LOCAL_WORLD_SIZE"])
+        if state.commits == 10 and is_whole and not (folder / f"waits {rank}").exists():
             end(size) if rank == 0 else threading.Thread(target=announce, args=[rank], daemon=True).start()
         dist.all_reduce(one, op=dist.ReduceOp.AVG)
         state.weight += one
         state.commit()
 
 
-train(torchelastic.TorchState(weight=torch.zeros(1)))
+checkpointer = torchelastic.Checkpointer(memory_every=1)
+train(torchelastic.TorchState(weight=torch.zeros(1), checkpointer=checkpointer))
 '''
 
 
@@ -390,7 +394,7 @@ async def test_a_collective_that_gloo_does_not_end_costs_the_process_and_not_the
     arguments = ("--standalone", f"--nproc-per-node={size}", "--rejoin-timeout=600", program, tmp_path)
     async with AgentProcess(*arguments) as agent:
         await agent.wait_for_line(r"killed by SIGKILL")
-        stopped = [int(path.read_text()) for path in tmp_path.glob("waits *")]
+        stopped = [int(path.read_text()) for path in tmp_path.glob("waits [1-9]")]
         assert len(stopped) == size - 1
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)

@@ -32,7 +32,7 @@ from torchelastic.training.progress import REPORTER
 from torchelastic.training.worlds import WorldChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
@@ -141,7 +141,6 @@ class AgentWorlds:
         self._round = 0  # the last one that this process has begun
         self._entries = 0  # how often this process has formed the current world
         self._commits = 0  # in the current world
-        self._leave_state: Callable[[], None] | None = None  # to the next process on this node
         self._store: Store  # in which the ranks of the current world agree on their last commit
 
     @contextlib.contextmanager
@@ -229,14 +228,8 @@ class AgentWorlds:
         """Whether the ranks leave the current world."""
         return self._is_broken or self._is_ending
 
-    def note_state(self, leave: Callable[[], None] | None = None) -> None:
-        """Tell the agent that this process has the state of the training.
-
-        Args:
-            leave: leaves the state to the next process on this node; called in a thread, while the program waits in a
-                collective that never ends.
-        """
-        self._leave_state = leave
+    def note_state(self) -> None:
+        """Tell the agent that this process has the state of the training."""
         if self._stays and not self._has_state:
             self._has_state = AGENT_CONNECTION.send(WorkerMessage(has_state=True))
 
@@ -330,25 +323,21 @@ class AgentWorlds:
             if message.planned:
                 self._is_ending = True
             else:
-                if not self._is_broken and self._current is not None:
-                    run_in_thread(self._end_if_stuck, self._current)
-                self._is_broken = True
+                was_broken, self._is_broken = self._is_broken, True
                 self._group.interrupt()  # before the next world is formed
+                if not was_broken and self._current is not None:
+                    with contextlib.suppress(RuntimeError):  # without this thread, --rejoin-timeout ends the process
+                        run_in_thread(self._end_if_stuck, self._current)
             self._condition.notify_all()
 
     def _end_if_stuck(self, world: _World) -> None:
-        """End this process if it cannot leave its broken world: another one takes its place."""
+        """End this process if a collective of its broken world never ends: another process takes its place."""
         checks = 0
         while checks < _STUCK_CHECKS:
             time.sleep(_STUCK_INTERVAL)
             if self._current is not world or not self._is_formed:
                 return
             checks = checks + 1 if self._group.is_stuck else 0
-        if self._leave_state is not None and self._next is not None and self._next.size == 1:  # no other rank has it
-            try:
-                self._leave_state()
-            except Exception as error:  # noqa: BLE001 - of torch, or of a value of the program
-                logger.warning("The state of the training is lost: %s", error)
         message = "A collective did not end after its world was broken, so this process has ended itself."
         logger.warning(message)
         record_message(message)

@@ -129,4 +129,4 @@ def memory_of_agent() -> str | None:
     if not (socket := os.environ.get(WORKER_SOCKET)):
         return None
     folder = Path(socket).with_name(MEMORY)
-    return f"{folder.resolve()}" if folder.is_dir() else None
+    return f"{folder.resolve()}/checkpoints" if folder.is_dir() else None

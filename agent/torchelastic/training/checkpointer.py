@@ -87,7 +87,7 @@ class Checkpointer:
         if url:
             self._folder = CheckpointFolder(CheckpointFiles(url, of_pod=folder is None), every, keep)
         if memory_every is not None and in_memory is not None:
-            self._memory = CheckpointFolder(CheckpointFiles(f"{in_memory}/checkpoints"), memory_every, 1)
+            self._memory = CheckpointFolder(CheckpointFiles(in_memory), memory_every, 1)
         self._folders = [each for each in (self._memory, self._folder) if each is not None]
         if not url and memory_every is None:
             raise SettingsError(f"There is no folder for checkpoints: pass one, or set ${Env.CHECKPOINT_DIR}.")

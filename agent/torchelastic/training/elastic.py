@@ -56,7 +56,7 @@ def elastic(
 
         def train_in_world() -> _Result:
             state.restore()
-            WORLDS.note_state(state.leave)
+            WORLDS.note_state()
             result = train(state, *args, **kwargs)
             state.save()
             return result

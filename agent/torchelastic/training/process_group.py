@@ -34,7 +34,7 @@ _CONNECT_ATTEMPT: Final = dt.timedelta(seconds=1)
 _OPERATION_TIMEOUT: Final = dt.timedelta(minutes=5)  # torch's default
 _CONNECT_ATTEMPTS: Final = 300
 
-_GLOO_THREAD: Final = "pt_gloo_runloop"
+_GLOO_THREAD: Final = b"pt_gloo_runloop"
 _TIMEOUT_OF_FUTEX: Final = 4
 """The position of the pointer to the time-out in the file "syscall" of proc(5), for futex(2)."""
 
@@ -79,6 +79,7 @@ class InterruptibleProcessGroup:
         self._lock = threading.Lock()
         self._before: frozenset[int] | None = None
         self._own: frozenset[int] | None = None
+        self._threads_before: frozenset[Path] = frozenset()  # those of gloo that serve other groups
         self._former: list[int] = []  # descriptors of the connections of the group that was destroyed last
 
     def create(
@@ -103,6 +104,7 @@ class InterruptibleProcessGroup:
 
         self._excepthook = sys.excepthook
         self._own = None
+        self._threads_before = frozenset(_gloo_threads())
         self._before = frozenset(inode for inode, _ in _connections())
         if is_lost():  # before interrupt() could have an effect
             raise RuntimeError("a rank was lost before the process group was created")
@@ -143,7 +145,8 @@ class InterruptibleProcessGroup:
     @property
     def is_stuck(self) -> bool:
         """Whether a collective of this rank waits, but has no connection left on which data could arrive."""
-        return self._before is not None and _waits_for_data() and next(self._connections(), None) is None
+        waits = any(map(_waits_for_data, {*_gloo_threads()} - self._threads_before))
+        return waits and self._before is not None and next(self._connections(), None) is None
 
     def destroy(self) -> None:
         """Destroy the group, if there is one. Ranks that wait for this one in a collective get an error at once."""
@@ -180,15 +183,21 @@ class InterruptibleProcessGroup:
                     yield connection
 
 
-def _waits_for_data() -> bool:
-    """Return whether a thread of gloo waits with a time-out. A thread that waits for the next collective has none."""
-    for task in Path("/proc/self/task").iterdir():
+def _gloo_threads() -> Iterator[Path]:
+    """Yield the folder in /proc of each thread in which gloo runs collectives."""
+    for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            if (task / "comm").read_text().strip() == _GLOO_THREAD:
-                call = (task / "syscall").read_text().split()  # of a thread that runs, it is one word
-                if len(call) > _TIMEOUT_OF_FUTEX and int(call[_TIMEOUT_OF_FUTEX], 16):
-                    return True
-    return False
+            if (thread / "comm").read_bytes().strip() == _GLOO_THREAD:
+                yield thread
+
+
+def _waits_for_data(thread: Path) -> bool:
+    """Return whether a thread of gloo waits with a time-out. A thread that waits for the next collective has none."""
+    try:
+        call = (thread / "syscall").read_text().split()  # one word if the thread runs
+    except OSError:  # the thread has ended, or the system does not tell
+        return False
+    return len(call) > _TIMEOUT_OF_FUTEX and int(call[_TIMEOUT_OF_FUTEX], 16) != 0
 
 
 def _connections() -> Iterator[tuple[int, socket.socket]]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.protocol.worker import is_worker
 from torchelastic.training.agent_worlds import WORLDS
-from torchelastic.training.checkpoint_folder import memory_of_agent
 from torchelastic.training.collectives import Ranks
 from torchelastic.training.nested import checksum, map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
@@ -184,7 +182,6 @@ class TorchState:
             RuntimeError: a rank was lost meanwhile.
         """
         ranks = Ranks()
-        self._take_left()
         # A rank that failed between the optimizer's step and its commit has parameters of no commit.
         own = (self._kind, self.commits, int(not self._has_stepped), int(self._is_at_commit))
         # A rank that failed within a step may have other buffers than the others.
@@ -226,31 +223,6 @@ class TorchState:
                 "The state is sharded, so it cannot move to another world: call init_process_group() before the "
                 "function of @elastic, and the workers restart from the last checkpoint."
             )
-
-    def leave(self) -> None:
-        """Leave the state of the last commit to the next process on this node that calls :meth:`restore`.
-
-        Any thread may call this while the program waits in a collective before the optimizer's step.
-        """
-        import torch
-
-        if (file := _left()) is not None and not self._has_stepped:
-            torch.save(self.state_dict(), partial := file.with_suffix(".partial"))
-            partial.rename(file)
-
-    def _take_left(self) -> None:
-        """Take the state that another process on this node has left, if there is one."""
-        import torch
-
-        if self._kind != _INITIAL or (file := _left()) is None:
-            return
-        try:
-            file.rename(own := file.with_suffix(f".{os.getpid()}"))  # only one process takes it
-        except FileNotFoundError:
-            return
-        self.load_state_dict(torch.load(own, map_location="cpu", weights_only=True))
-        self.__dict__.update(_kind=_TRAINED)
-        own.unlink()
 
     def save(self) -> None:
         """Save the state if its last commit is not saved, and wait until it is written."""
@@ -296,11 +268,6 @@ class _Sigterm:
             self._catches = False
             if self.received:
                 signal.raise_signal(signal.SIGTERM)
-
-
-def _left() -> Path | None:
-    """Return the path of the state that a process leaves to the next one on this node."""
-    return None if (memory := memory_of_agent()) is None else Path(memory, "left.pt")
 
 
 def _sampler(value: Any) -> ElasticSampler | None:  # noqa: ANN401 - any value
