@@ -338,7 +338,8 @@ class JobStores:
             timeout = self._timeout if followed.external else self._managed_timeout
             due = followed.mirror.paused or now - followed.away_since >= timeout
         else:
-            due = reason != followed.reason and now - followed.reported >= _REPORT_INTERVAL
+            differs, paused = reason != followed.reason, followed.mirror.paused  # a pause is long
+            due = differs and (paused or now - followed.reported >= _REPORT_INTERVAL)
         (logger.warning if due else logger.debug)("%s: its store cannot be reached: %s", followed.key, reason)
         if due:
             shown = with_hint(reason) if _is_harmless(followed, error) else _unusable(followed)

@@ -16,7 +16,7 @@ import torchelastic
 from torchelastic.agent.worker_socket import WorkerSocket
 from torchelastic.protocol.records import Member, NoticeRecord, RoundReason, RoundRecord
 from torchelastic.protocol.worker import HEARTBEAT_FILE, LINE_LIMIT, WORKER_SOCKET, WorkerMessage
-from torchelastic.training import progress
+from torchelastic.training import notices, progress
 from torchelastic.training.connection import AGENT_CONNECTION
 from torchelastic.training.notices import Notice, Notices
 
@@ -228,10 +228,17 @@ async def test_without_an_agent_the_functions_do_nothing(
     worker.answer_notice()
     assert worker.notice() is None
     assert torchelastic.is_round_current()
+    monkeypatch.setattr(notices, "_RETRY_INTERVAL", 0.01)
+    for name, value in {"TORCHELASTIC_ROUND": str(ROUND), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv(WORKER_SOCKET, str(tmp_path / "channel"))  # the socket of an exited agent
     worker.ask_for_notice(5)
     assert worker.notice() is None
     assert not torchelastic.is_round_current()
+    async with Agent(tmp_path) as agent:  # the thread that sends the request later ends with the test
+        agent.begin(RECORD, {})
+        await agent.node.until(notice=5.0)
+        AGENT_CONNECTION.close()
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
