@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.protocol.worker import (
     RANK_IN_ROUND,
@@ -24,6 +24,7 @@ from torchelastic.protocol.worker import (
     is_worker,
     parse_ranks,
 )
+from torchelastic.training import nccl
 from torchelastic.training.connection import AGENT_CONNECTION, run_in_thread
 from torchelastic.training.error_file import record_message
 from torchelastic.training.errors import NonRetryableException
@@ -121,13 +122,21 @@ class _World:
 
 
 class AgentWorlds:
-    """The worlds of this process: one after the other under an agent, if the workers' tensors are on the CPU; else one.
+    """The worlds of this process: one after the other under an agent, if the process can stay; else one.
+
+    A process can stay if there is no GPU, or if its environment chooses that it stays with NCCL.
 
     A world has a successor when the agent has announced a round, or when ranks of this round start. All ranks of the
     world enter the successor when it is ready: at once, or when the starting ranks are.
+
+    Attributes:
+        uses_nccl: whether this process stays and uses NCCL.
+        is_state_lost: whether the state of this process may be wrong, because NCCL's collectives were aborted.
     """
 
     def __init__(self) -> None:
+        self.uses_nccl = False
+        self.is_state_lost = False
         self._group = InterruptibleProcessGroup()
         self._condition = threading.Condition()
         self._lost_agent = False
@@ -141,6 +150,7 @@ class AgentWorlds:
         self._round = 0  # the last one that this process has begun
         self._entries = 0  # how often this process has formed the current world
         self._commits = 0  # in the current world
+        self._all_leave = False  # whether all ranks leave the current world in this commit, with NCCL
         self._store: Store  # in which the ranks of the current world agree on their last commit
 
     @contextlib.contextmanager
@@ -155,6 +165,7 @@ class AgentWorlds:
         try:
             if _can_stay():
                 self._stays = True
+                self.uses_nccl = _has_gpu()
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
                 while SPARE in os.environ:
@@ -168,6 +179,10 @@ class AgentWorlds:
             yield
         finally:
             self._is_formed = False
+            if self.uses_nccl:
+                nccl.abort(nccl.communicators())
+                with contextlib.suppress(RuntimeError):
+                    nccl.wait()  # until nothing writes to the state any more
             self._group.destroy()
             if not self._stays:
                 self._group.close()
@@ -198,7 +213,10 @@ class AgentWorlds:
             others.check()
             return self.is_changing
 
-        self._group.create("gloo", self._store, world.rank, world.size, _TIMEOUT, _TIMEOUT, is_lost)
+        if self.uses_nccl:
+            nccl.prepare()
+        backend = nccl.BACKEND if self.uses_nccl else "gloo"
+        self._group.create(backend, self._store, world.rank, world.size, _TIMEOUT, _TIMEOUT, is_lost)
         self._is_formed = True
 
     def _wait_in_thread(self, world: _World) -> None:
@@ -228,8 +246,31 @@ class AgentWorlds:
         """Whether the ranks leave the current world."""
         return self._is_broken or self._is_ending
 
+    def check(self) -> None:
+        """Raise an exception if the numbers that a rank has got from others in this step may be wrong.
+
+        With NCCL, all ranks call this together, at the end of each step.
+
+        Raises:
+            WorldChanged: a rank is lost.
+            RuntimeError: the same; or the GPU has failed.
+        """
+        if not (self.uses_nccl and self._is_formed):
+            return
+        import torch
+        import torch.distributed as dist
+
+        nccl.wait()
+        is_ending = torch.tensor([int(self._is_ending)])
+        dist.all_reduce(is_ending, dist.ReduceOp.MAX, self._group.control_group)
+        if self._is_broken:
+            raise WorldChanged
+        self._all_leave = bool(is_ending)
+
     def note_state(self) -> None:
         """Tell the agent that this process has the state of the training."""
+        with self._condition:
+            self.is_state_lost = self.is_state_lost and self._is_broken
         if self._stays and not self._has_state:
             self._has_state = AGENT_CONNECTION.send(WorkerMessage(has_state=True))
 
@@ -240,8 +281,10 @@ class AgentWorlds:
         after the same step, unless a rank learns of the change more than a step later, and has to repeat a step.
         """
         self._commits += 1
-        if self._is_broken or not self._is_ending:
-            return self._is_broken
+        if self._is_broken or self.uses_nccl:
+            return self._is_broken or self._all_leave
+        if not self._is_ending:
+            return False
         try:
             last = self._store.compare_set(_LAST_COMMIT, "", f"{self._commits + 1}")
         except RuntimeError:  # the TCPStore has ended
@@ -252,6 +295,8 @@ class AgentWorlds:
         """See :meth:`Worlds.next`."""
         if not self._stays or not (error is None or self._explains(error)):
             return False
+        if error is not None and self.uses_nccl:
+            self.is_state_lost = True
         if not (self._is_ending and self._is_joined_by_others()):
             AGENT_CONNECTION.send(WorkerMessage(waits=True))
         if error is not None:
@@ -286,6 +331,8 @@ class AgentWorlds:
         """Return whether an error of the program may have been raised because the world is broken."""
         import torch.distributed as dist
 
+        if self.uses_nccl and nccl.is_fatal(error):
+            return False
         return self.is_changing or isinstance(error, dist.DistError) or "gloo" in f"{error}"
 
     def end(self) -> None:
@@ -297,7 +344,10 @@ class AgentWorlds:
             self._wait_for_change()
             raise WorldChanged
         try:
-            dist.barrier()  # a rank that ends must not look lost to those that still train
+            if self.uses_nccl:
+                self.check()
+            else:
+                dist.barrier()  # a rank that ends must not look lost to those that still train
         except RuntimeError:
             if self._wait_for_change(_LOSS_TIMEOUT):
                 raise
@@ -313,6 +363,7 @@ class AgentWorlds:
             return self._stays and self._condition.wait_for(lambda: self.is_changing or self._lost_agent, seconds)
 
     def _take(self, message: WorldMessage) -> None:
+        broken: list[Any] = []
         with self._condition:
             world = _World(message.environment) if message.environment else None
             if world is not None and message.planned and self._continues_until(world):
@@ -325,10 +376,14 @@ class AgentWorlds:
             else:
                 was_broken, self._is_broken = self._is_broken, True
                 self._group.interrupt()  # before the next world is formed
+                if self.uses_nccl:
+                    self.is_state_lost = True
+                    broken = nccl.communicators()
                 if not was_broken and self._current is not None:
                     with contextlib.suppress(RuntimeError):  # without this thread, --rejoin-timeout ends the process
                         run_in_thread(self._end_if_stuck, self._current)
             self._condition.notify_all()
+        nccl.abort(broken)  # may block
 
     def _end_if_stuck(self, world: _World) -> None:
         """End this process if a collective of its broken world never ends: another process takes its place."""
@@ -346,7 +401,7 @@ class AgentWorlds:
     def _continues_until(self, world: _World) -> bool:
         """Return whether the current world continues until the starting ranks of the next one are ready: all stay."""
         current, stays = self._current, world.starting and not world.starts
-        if current is None or not (stays and self._is_formed and current.is_whole):
+        if current is None or self.uses_nccl or not (stays and self._is_formed and current.is_whole):
             return False
         return world.size - len(world.starting) == current.size and not self.is_changing and self._next is None
 
@@ -382,9 +437,13 @@ def has_agent() -> bool:
 
 
 def _can_stay() -> bool:
+    return has_agent() and (nccl.is_chosen() or not _has_gpu())
+
+
+def _has_gpu() -> bool:
     import torch
 
-    return has_agent() and not torch.cuda.is_available()
+    return torch.cuda.is_available()
 
 
 WORLDS: Final = AgentWorlds()

@@ -39,7 +39,8 @@ def elastic(
 
     Processes continue under an agent (``torchelastic-run``, a pod of an ElasticJob) if no GPU is available. In any
     other case, and if the program itself has called ``init_process_group()``, the function is called once, and workers
-    that start again continue from the last checkpoint.
+    that start again continue from the last checkpoint. With ``TORCHELASTIC_NCCL_IN_PLACE=1``, processes with GPUs
+    continue, too, and go back to the newest checkpoint after a rank was lost; this has not been tried on a GPU.
 
     Args:
         train: a function whose first argument is a :class:`TorchState`. It creates what belongs to a world, such as

@@ -118,6 +118,8 @@ class InterruptibleProcessGroup:
         # Gloo would wait for a rank that is lost now until the time-out, and interrupt() could not end that.
         connect_timeout = min(_CONNECT_TIMEOUT + _CONNECT_TIMEOUT_OF_RANK * world_size, timeout)
         first_timeout = connect_timeout if backend == "gloo" else timeout
+        # A call that has failed would leave a number in the keys of the next one, which other ranks do not have.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=first_timeout)
         if backend == "gloo":
             set_timeout = getattr(dist, "set_timeout", None)  # not in older versions of torch

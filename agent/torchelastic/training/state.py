@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torchelastic.protocol.worker import is_worker
 from torchelastic.training.agent_worlds import WORLDS
 from torchelastic.training.collectives import Ranks
+from torchelastic.training.errors import NonRetryableException
+from torchelastic.training.nccl import IN_PLACE
 from torchelastic.training.nested import checksum, map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 _PARTIAL: Final = 0
 _INITIAL: Final = 1
 _TRAINED: Final = 2
-"""What a rank has: a part of the state of a rank that was lost while it sent it; its first state; or a trained one."""
+"""What a rank has: a part of the state of a rank that was lost while it sent it, or what NCCL has left of a state; its
+first state; or a trained one."""
 
 
 class TorchState:
@@ -107,6 +110,7 @@ class TorchState:
         world. Nothing that the ranks do together, such as a reduction of the loss, may come between the optimizer's
         step and the commit: if it failed, the step would be done twice.
         """
+        WORLDS.check()
         self.__dict__.update(commits=self.commits + 1, _has_stepped=False)
         for sampler in self._samplers:
             sampler.advance()
@@ -149,6 +153,8 @@ class TorchState:
             value = self._values[name]
             if (loadable := _loadable(value)) is not None:
                 loadable.load_state_dict(saved, **(arguments if isinstance(value, torch.nn.Module) else {}))
+            elif isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
+                self._values[name] = saved.to(value.device)
             else:
                 self._values[name] = saved
 
@@ -179,9 +185,11 @@ class TorchState:
 
         Raises:
             TypeError: a value of the state cannot be sent, or is sharded, and the world has changed.
-            RuntimeError: a rank was lost meanwhile.
+            RuntimeError: a rank was lost meanwhile; or no rank has the whole state or the first one, and there is no
+                checkpoint.
+            NonRetryableException: NCCL is to be used in place, and there is no checkpointer.
         """
-        ranks = Ranks()
+        ranks = self._ranks_with_nccl() if WORLDS.uses_nccl else Ranks()
         # A rank that failed between the optimizer's step and its commit has parameters of no commit.
         own = (self._kind, self.commits, int(not self._has_stepped), int(self._is_at_commit))
         # A rank that failed within a step may have other buffers than the others.
@@ -200,7 +208,7 @@ class TorchState:
         elif self._checkpointer is not None and (saved := self._checkpointer.load(self.state_dict())) is not None:
             self.load_state_dict(saved)
         elif kind == _PARTIAL:
-            raise RuntimeError("The only rank with the state was lost while it sent it, and there is no checkpoint.")
+            raise RuntimeError("The state was lost with a rank, and there is no checkpoint.")
         if saved is None and not is_same and not (is_at_commit and len({each[:4] for each in found}) == 1):
             if ranks.rank != source:
                 self.__dict__.update(_kind=kind if own[:3] == found[source][:3] else _PARTIAL, _is_at_commit=False)
@@ -210,12 +218,28 @@ class TorchState:
             elif ranks.rank != source:
                 self.load_state_dict(state)
         self.__dict__.update(_kind=_TRAINED, _has_stepped=False, _is_at_commit=False)
-        if self._checkpointer is not None:
-            if kind != _TRAINED:
-                ask_for_notice()
-            if ranks.size == 1 and not is_worker():
-                self._sigterm.catch()
+        if kind != _TRAINED and self._checkpointer is not None:
+            ask_for_notice()
+            if saved is None and WORLDS.uses_nccl:  # there must be a state to go back to
+                self._checkpointer.save(self.commits, self.state_dict, force=True)
+        self._catch_sigterm(ranks)
         step(self.commits)
+
+    def _catch_sigterm(self, ranks: Ranks) -> None:
+        if self._checkpointer is not None and ranks.size == 1 and not is_worker():
+            self._sigterm.catch()
+
+    def _ranks_with_nccl(self) -> Ranks:
+        """Return the ranks of the world, after the state of this rank is given up if collectives were aborted."""
+        if self._checkpointer is None:
+            raise NonRetryableException(
+                f"{IN_PLACE}=1 needs a TorchState with a checkpointer: when a rank is lost, the others go back to the "
+                "newest checkpoint or copy in memory."
+            )
+        if WORLDS.is_state_lost and self._kind == _TRAINED:
+            self._check_that_it_can_move()
+            self.__dict__.update(_kind=_PARTIAL, _has_stepped=False, _is_at_commit=False)
+        return Ranks.on_host()
 
     def _check_that_it_can_move(self) -> None:
         if sharded_tensors(self.state_dict()):
@@ -226,6 +250,7 @@ class TorchState:
 
     def save(self) -> None:
         """Save the state if its last commit is not saved, and wait until it is written."""
+        WORLDS.check()
         if self._checkpointer is not None:
             self._checkpointer.save(self.commits, self.state_dict, force=True)
             self._checkpointer.wait()

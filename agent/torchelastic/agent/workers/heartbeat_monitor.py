@@ -12,6 +12,7 @@ import contextlib
 import re
 import resource
 import signal
+import time
 from typing import TYPE_CHECKING, Final
 
 from torchelastic.agent.failures import MESSAGE_LIMIT, FailureCause
@@ -66,7 +67,8 @@ class HeartbeatMonitor:
         self.timeout = timeout
         self._folder = folder
         self._files: dict[int, Path] = {}
-        self._changed: dict[int, tuple[int, float]] = {}  # the file's time, and when its last change was seen
+        self._changed: dict[int, tuple[int, float]] = {}
+        """The time of each file, and when the agent counts this heartbeat, on the event loop's clock."""
 
     def create_file(self, local_rank: int) -> Path:
         """Create the heartbeat file of a worker before its start; raise OSError if that is not possible."""
@@ -107,8 +109,11 @@ class HeartbeatMonitor:
             excused = waiting()
             for rank, (seen, _) in self._changed.items():
                 modified = self._modified(rank)
-                if (modified and modified != seen) or suspended or rank in excused:
+                if suspended or rank in excused:
                     self._changed[rank] = modified, now
+                elif modified and modified != seen:
+                    age = time.time() - modified / 1e9  # wrong if the system's clock was set
+                    self._changed[rank] = modified, now - age if 0 <= age <= now - before else now
             before = now
             ages = {rank: now - self._changed[rank][1] for rank in ranks if rank in running()}
             if max(ages.values(), default=0.0) >= self.timeout:
