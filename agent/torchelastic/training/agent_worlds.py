@@ -130,11 +130,13 @@ class AgentWorlds:
     world enter the successor when it is ready: at once, or when the starting ranks are.
 
     Attributes:
+        allows_nccl: whether the program calls :meth:`check` and observes `is_state_lost`, so it may stay with NCCL.
         uses_nccl: whether this process stays and uses NCCL.
         is_state_lost: whether the state of this process may be wrong, because NCCL's collectives were aborted.
     """
 
     def __init__(self) -> None:
+        self.allows_nccl = False
         self.uses_nccl = False
         self.is_state_lost = False
         self._group = InterruptibleProcessGroup()
@@ -159,13 +161,15 @@ class AgentWorlds:
         import torch.distributed as dist
         from torch.distributed import HashStore  # type: ignore[attr-defined] # not listed in its __all__
 
-        if dist.is_initialized():  # by the program
-            yield
+        if dist.is_initialized():
+            if self._stays:
+                raise RuntimeError("The process group of the world before could not be destroyed.")
+            yield  # the group is the program's own
             return
         try:
-            if _can_stay():
+            self.uses_nccl = self.allows_nccl and nccl.is_chosen() and _has_gpu()
+            if has_agent() and (self.uses_nccl or not _has_gpu()):
                 self._stays = True
-                self.uses_nccl = _has_gpu()
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
                 while SPARE in os.environ:
@@ -249,7 +253,7 @@ class AgentWorlds:
     def check(self) -> None:
         """Raise an exception if the numbers that a rank has got from others in this step may be wrong.
 
-        With NCCL, all ranks call this together, at the end of each step.
+        With NCCL, all ranks call this together, at the end of each step, and before the state is saved at the end.
 
         Raises:
             WorldChanged: a rank is lost.
@@ -261,6 +265,8 @@ class AgentWorlds:
         import torch.distributed as dist
 
         nccl.wait()
+        if self._is_broken:  # the collectives of this rank may have been aborted
+            raise WorldChanged
         is_ending = torch.tensor([int(self._is_ending)])
         dist.all_reduce(is_ending, dist.ReduceOp.MAX, self._group.control_group)
         if self._is_broken:
@@ -352,7 +358,7 @@ class AgentWorlds:
             if self._wait_for_change(_LOSS_TIMEOUT):
                 raise
         with self._condition:
-            if self._stays and self.is_changing:
+            if self._stays and (self._all_leave if self.uses_nccl else self.is_changing):
                 raise WorldChanged
             stays, self._stays = self._stays, False
         if stays:
@@ -383,7 +389,9 @@ class AgentWorlds:
                     with contextlib.suppress(RuntimeError):  # without this thread, --rejoin-timeout ends the process
                         run_in_thread(self._end_if_stuck, self._current)
             self._condition.notify_all()
-        nccl.abort(broken)  # may block
+        if broken:
+            with contextlib.suppress(RuntimeError):  # without a thread, --rejoin-timeout ends the process
+                run_in_thread(nccl.abort, broken)
 
     def _end_if_stuck(self, world: _World) -> None:
         """End this process if a collective of its broken world never ends: another process takes its place."""
@@ -434,10 +442,6 @@ class _OtherRanks:
 def has_agent() -> bool:
     """Return whether this process is a worker of an agent that announces worlds."""
     return is_worker() and "TORCHELASTIC_ROUND" in os.environ
-
-
-def _can_stay() -> bool:
-    return has_agent() and (nccl.is_chosen() or not _has_gpu())
 
 
 def _has_gpu() -> bool:

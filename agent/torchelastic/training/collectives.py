@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from torchelastic.errors import SettingsError
+from torchelastic.training.nccl import is_chosen
 from torchelastic.training.nested import is_alike, is_dense, is_sharded, map_tensors
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Ranks:
         ranks = cls()
         if ranks._device.type == "cpu":
             return ranks
-        if "gloo" in f"{dist.get_backend_config()}":
+        if is_chosen() and "cpu:gloo" in f"{dist.get_backend_config()}":  # a new group would have to be formed
             ranks._device = torch.device("cpu")
             return ranks
         group: Any = dist.new_group(backend="gloo")

@@ -55,10 +55,13 @@ def elastic(
         if not isinstance(state, TorchState):
             raise TypeError(f"{train.__qualname__}() must get a TorchState first, not a {type(state).__name__}.")
 
+        WORLDS.allows_nccl = True
+
         def train_in_world() -> _Result:
             state.restore()
             WORLDS.note_state()
             result = train(state, *args, **kwargs)
+            WORLDS.check()
             state.save()
             return result
 

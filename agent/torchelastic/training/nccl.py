@@ -5,7 +5,7 @@ leaves any numbers in its tensors, and it may also pass such numbers to other ra
 the ranks of a world with NCCL
 
 - wait for the GPU at the beginning of each commit, and then for each other: a rank that was lost or has aborted does
-  not arrive, so no rank commits that step;
+  not arrive, so no rank commits numbers of a collective that has failed on any rank;
 - take their state from the newest checkpoint or copy in memory after their world was broken, not from the GPU;
 - exchange everything but the program's own tensors through gloo, in the memory of the host.
 """
@@ -48,7 +48,7 @@ def communicators() -> list[Any]:
 
     found = []
     for group in [*dist.distributed_c10d._world.pg_map]:  # noqa: SLF001 - as torch does to abort all groups
-        with contextlib.suppress(RuntimeError):  # the group has only gloo
+        with contextlib.suppress(RuntimeError):  # the group has no backend for GPUs
             found.append(group._get_backend(torch.device("cuda")))  # noqa: SLF001
     return found
 
@@ -56,7 +56,8 @@ def communicators() -> list[Any]:
 def abort(communicators: Iterable[Any]) -> None:
     """End all collectives; another thread may call this. A group that has had no collective cannot be aborted."""
     for each in communicators:
-        each.abort()
+        with contextlib.suppress(RuntimeError):
+            each.abort()
 
 
 def wait() -> None:

@@ -21,6 +21,8 @@ from torchelastic.training.worlds import WorldChanged
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from torchelastic.training.checkpointer import Checkpointer
     from torchelastic.training.sampler import ElasticSampler
 
@@ -153,10 +155,8 @@ class TorchState:
             value = self._values[name]
             if (loadable := _loadable(value)) is not None:
                 loadable.load_state_dict(saved, **(arguments if isinstance(value, torch.nn.Module) else {}))
-            elif isinstance(value, torch.Tensor) and isinstance(saved, torch.Tensor):
-                self._values[name] = saved.to(value.device)
             else:
-                self._values[name] = saved
+                self._values[name] = _on_devices_of(value, saved, name)
 
     def _changed_by_forward(self) -> dict[str, Any]:
         """Return what a step may change before the optimizer's step: all but parameters and the optimizers' states."""
@@ -176,7 +176,7 @@ class TorchState:
 
         The state is that of the rank with the most commits, of those that have trained; of these, that of a rank that
         has left its world in :meth:`commit`, not within a step. If none has trained, it is the newest checkpoint;
-        without one, the state of rank 0.
+        without one, the state of rank 0. With NCCL, a rank whose world was broken has not trained.
 
         Nothing is sent if all ranks have left their world in the same commit. If all ranks have as many commits, the
         parameters and the optimizers' states are not sent. The rest is, unless it is small and alike: the forward
@@ -250,7 +250,6 @@ class TorchState:
 
     def save(self) -> None:
         """Save the state if its last commit is not saved, and wait until it is written."""
-        WORLDS.check()
         if self._checkpointer is not None:
             self._checkpointer.save(self.commits, self.state_dict, force=True)
             self._checkpointer.wait()
@@ -312,6 +311,18 @@ def _loadable(value: Any) -> Any:  # noqa: ANN401 - any value
 def _saved(value: Any) -> Any:  # noqa: ANN401 - any value
     loadable = _loadable(value)
     return value if loadable is None else loadable.state_dict()
+
+
+def _on_devices_of(value: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - plain values
+    """Return a saved value, with each tensor on the device that the tensor at the same place in `value` has."""
+    devices: dict[str, torch.device] = {}
+
+    def note(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        devices[name] = tensor.device
+        return tensor
+
+    map_tensors(value, note, name)
+    return map_tensors(saved, lambda tensor, each: tensor.to(devices.get(each, tensor.device)), name)
 
 
 def _check(name: str, value: Any) -> None:  # noqa: ANN401 - any value
