@@ -22,7 +22,7 @@ from torchelastic.agent.workers.process_tree import TREE_MARK
 from torchelastic.agent.workers.processes import python_code, spawn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 pytest.register_assert_rewrite("tests.support.store_conformance")  # it has assertions, but is not a test module
@@ -59,6 +59,13 @@ async def own_etcd(tmp_path: Path) -> AsyncIterator[EtcdServer]:
     """A real etcd for one test, which may kill, pause, wipe and restart it."""
     async with EtcdServer(tmp_path) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_round() -> Iterator[None]:
+    """Remove the variable that a rendezvous in the process of the tests sets for its workers."""
+    yield
+    os.environ.pop("TORCHELASTIC_ROUND", None)
 
 
 @pytest.fixture

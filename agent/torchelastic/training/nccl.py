@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 def communicators() -> list[Any]:
-    """Return NCCL's part of each process group."""
+    """Return the backend for GPUs of each process group. That of gloo ignores :func:`abort`."""
     import torch
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def communicators() -> list[Any]:
 
 
 def abort(communicators: Iterable[Any]) -> None:
-    """End all collectives; another thread may call this. A group that has had no collective cannot be aborted."""
+    """End all collectives; another thread may call this. Before its first collective, a group cannot be aborted."""
     for each in communicators:
         with contextlib.suppress(RuntimeError):
             each.abort()

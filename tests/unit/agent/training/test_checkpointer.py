@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@pytest.fixture(autouse=True)
-def _no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Number the starts from 1: the rendezvous of a test in this process may have set the variable."""
-    monkeypatch.delenv("TORCHELASTIC_ROUND", raising=False)
-
-
 def state_of(step: int) -> dict[str, Any]:
     return {"step": step, "model": {"weight": torch.full((1000,), float(step))}}
 
