@@ -285,6 +285,63 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
             assert "round 4: started no rank of a world of 2; rank 1 stays" in spare.output
 
 
+COPIES = """
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import torchelastic
+
+torch.set_num_threads(1)
+
+
+def report_copy():
+    folder = Path(os.environ["TORCHELASTIC_WORKER_SOCKET"]).with_name("memory").resolve() / "checkpoints"
+    while not (found := [*folder.glob("checkpoint-*.json")]):
+        time.sleep(0.01)
+    print("has a copy of step", int(found[0].name.split("-")[2]))
+
+
+@torchelastic.elastic
+def train(state):
+    os.write(1, f"{state.weight.tolist()} in a world of {dist.get_world_size()}\\n".encode())
+    while not os.path.exists(sys.argv[1]):
+        one = torch.ones(2)
+        dist.all_reduce(one, dist.ReduceOp.AVG)
+        state.weight += one
+        state.commit()
+        time.sleep(0.01)
+
+
+threading.Thread(target=report_copy, daemon=True).start()
+train(torchelastic.TorchState(weight=torch.zeros(2), checkpointer=torchelastic.Checkpointer(memory_every=1)))
+"""
+
+
+async def test_a_spare_node_has_a_copy_of_the_state_and_goes_on_when_no_other_node_is_left(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    (program := tmp_path / "program.py").write_text(COPIES)
+    run = ("--nnodes=1", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--nproc-per-node=2", "--rdzv-conf=lease=1", "--warm-spare", program, tmp_path / "end")
+    async with contextlib.AsyncExitStack() as stack:
+        member = await stack.enter_async_context(AgentProcess(*arguments))
+        await member.wait_for_line(r"\[0\.0, 0\.0\] in a world of 2")
+        spare = await stack.enter_async_context(AgentProcess(*arguments))
+        first = await spare.wait_for_line(r"has a copy of step (\d+)")
+        member.kill()
+        begun = await spare.wait_for_line(r"\[(\d+)\.0, (\d+)\.0\] in a world of 2")
+        assert begun[1] == begun[2]
+        assert int(begun[1]) >= int(first[1]) > 0
+        (tmp_path / "end").touch()
+        assert await spare.code() == 0, spare.output
+
+
 async def test_a_worker_that_is_stuck_is_replaced_although_the_world_keeps_changing(
     program: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:

@@ -36,7 +36,9 @@ STARTING_RANKS: Final = "TORCHELASTIC_STARTING_RANKS"
 without them until they are ready. Without the variable, all start, or none does, or they are too many to name."""
 
 SPARE: Final = "TORCHELASTIC_SPARE"
-"""The environment variable that is set for a worker of a spare node, which has no rank in the round."""
+"""The environment variable that is set for a worker of a spare node, which has no rank in the round.
+
+For the first worker of the node, it is host:port of the round's TCPStore; for the others, it is empty."""
 
 RANK_IN_ROUND: Final = "TORCHELASTIC_RANK_IN_ROUND"
 """The environment variable with the worker's rank in the round, while its world lacks the ranks that start."""

@@ -129,15 +129,15 @@ def spare_environments(
     """Return the environment variables of each worker on a spare node, by local rank.
 
     The ranks follow those of the round. Without MASTER_ADDR, a program that calls ``init_process_group()`` itself fails
-    before it disturbs the members.
+    before it disturbs the members. One worker has the address of the round's TCPStore, for copies of the state.
     """
     spare = Member("", "", workers)
     with_spare = msgspec.structs.replace(round, members=(*round.members, spare), roles=(), starting=())
     own = worker_environments(with_spare, "", role=role, run_id=run_id, max_restarts=max_restarts)
-    for environment in own:
+    for local_rank, environment in enumerate(own):
         del environment["MASTER_ADDR"], environment["MASTER_PORT"]
         environment.update(WORLD_SIZE=str(round.world_size), GROUP_WORLD_SIZE=str(len(round.members)))
-        environment[SPARE] = "1"
+        environment[SPARE] = round.tcp_store if local_rank == 0 else ""
     return own
 
 

@@ -33,7 +33,7 @@ from torchelastic.training.progress import REPORTER
 from torchelastic.training.worlds import WorldChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
@@ -131,12 +131,14 @@ class AgentWorlds:
 
     Attributes:
         allows_nccl: whether the program calls :meth:`check` and observes `is_state_lost`, so it may stay with NCCL.
+        stand_by: called in a thread on a spare node, with the address of the round's TCPStore.
         uses_nccl: whether this process stays and uses NCCL.
         is_state_lost: whether the state of this process may be wrong, because NCCL's collectives were aborted.
     """
 
     def __init__(self) -> None:
         self.allows_nccl = False
+        self.stand_by: Callable[[str], object] = lambda _: None
         self.uses_nccl = False
         self.is_state_lost = False
         self._group = InterruptibleProcessGroup()
@@ -172,7 +174,9 @@ class AgentWorlds:
                 self._stays = True
                 AGENT_CONNECTION.send(WorkerMessage(stays=True))
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
-                while SPARE in os.environ:
+                while (address := os.environ.get(SPARE)) is not None:
+                    if address:
+                        run_in_thread(self.stand_by, address)
                     if not self.next(None):
                         raise RuntimeError("The agent has not announced a world.")
                 self._form()

@@ -28,7 +28,7 @@ import msgspec
 from torchelastic.training.shards import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 _NAME: Final = re.compile(
     r"(?P<partial>\.partial-)?checkpoint-(\d+)-(\d+)-(\d+)(?:-of-(\d+))?\.(?P<suffix>pt|json)|token-(\d+)"
@@ -201,15 +201,44 @@ class CheckpointFiles:
         """
         import torch
 
+        def fill(file: _HashedFile) -> Manifest:
+            try:
+                torch.save(state, file)  # type: ignore[arg-type] # needs only write() and flush()
+            except RuntimeError as error:  # torch's own, after an error of the file
+                raise file.error or error from None
+            return Manifest(name.token, name.step, file.size, file.digest.hexdigest(), 1, {**parts})
+
+        self._write(name, fill)
+
+    def write_received(self, manifest: Manifest, content: Iterable[bytes]) -> CheckpointName:
+        """Write the copy of a checkpoint of another node, and return its name.
+
+        Args:
+            manifest: the manifest that the other node has written.
+            content: the parts of the state's file.
+
+        Raises:
+            ValueError: the content is not the one that the manifest describes; the files are then deleted.
+            Exception: of the file system or of the content; likewise.
+        """
+        name = CheckpointName(manifest.token, manifest.step, 0, self.folder)
+
+        def fill(file: _HashedFile) -> Manifest:
+            for part in content:
+                file.write(part)
+            if (file.size, file.digest.hexdigest()) != (manifest.size, manifest.sha256):
+                raise ValueError("its SHA-256 is not the one in its manifest")
+            return manifest
+
+        self._write(name, fill)
+        return name
+
+    def _write(self, name: CheckpointName, fill: Callable[[_HashedFile], Manifest]) -> None:
+        """Write the state's file with a function that returns its manifest, and then the manifest."""
         try:
             self._files.makedirs(name.folder, exist_ok=True)
             with self._replacing(f"{name.path}.pt") as file:
-                hashed = _HashedFile(file)
-                try:
-                    torch.save(state, hashed)  # type: ignore[arg-type] # needs only write() and flush()
-                except RuntimeError as error:  # torch's own, after an error of the file
-                    raise hashed.error or error from None
-            manifest = Manifest(name.token, name.step, hashed.size, hashed.digest.hexdigest(), 1, {**parts})
+                manifest = fill(_HashedFile(file))
             with self._replacing(f"{name.path}.json") as file:
                 file.write(msgspec.json.encode(manifest))
             if self._is_local:

@@ -55,7 +55,7 @@ def elastic(
         if not isinstance(state, TorchState):
             raise TypeError(f"{train.__qualname__}() must get a TorchState first, not a {type(state).__name__}.")
 
-        WORLDS.allows_nccl = True
+        WORLDS.allows_nccl, WORLDS.stand_by = True, state.stand_by
 
         def train_in_world() -> _Result:
             state.restore()

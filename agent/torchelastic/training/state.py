@@ -225,6 +225,11 @@ class TorchState:
         self._catch_sigterm(ranks)
         step(self.commits)
 
+    def stand_by(self, address: str) -> None:
+        """Receive copies of the state while this process waits on a spare node; see :meth:`Checkpointer.stand_by`."""
+        if self._checkpointer is not None:
+            self._checkpointer.stand_by(address)
+
     def _catch_sigterm(self, ranks: Ranks) -> None:
         if self._checkpointer is not None and ranks.size == 1 and not is_worker():
             self._sigterm.catch()
