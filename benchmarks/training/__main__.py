@@ -22,7 +22,7 @@ from benchmarks.support.etcd import choose_etcd
 from benchmarks.support.packages import installed
 from benchmarks.support.processes import ProcessTree, until
 from benchmarks.support.report import Measurement, Report, note, summary
-from benchmarks.training.runs import IN_PLACE, RESTARTS, TORCHFT, TORCHFT_VERSION, TORCHRUN, running
+from benchmarks.training.runs import IN_PLACE, RESTARTS, TORCH_ALONE, TORCHFT, TORCHFT_VERSION, TORCHRUN, running
 from elastic_operator.errors import BadInput
 from testbed.cache import Missing
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.training.runs import Run
 
 ROWS: Final = ("kill", "hang", "spare", "join", "leave", "broadcast", "checkpoint", "commit")
-BASELINES: Final = (RESTARTS, TORCHRUN, TORCHFT)
+BASELINES: Final = (RESTARTS, TORCHRUN, TORCHFT, TORCH_ALONE)
 HEARTBEAT_TIMEOUT: Final = 3.0
 """The value of ``--heartbeat-timeout`` in seconds, for the processes that hang."""
 
@@ -113,6 +113,9 @@ async def lose(run: Run, attempt: int, *, number: signal.Signals, agents: int) -
         run.start(name)
     await run.settled(ranks)
     since = await run.fault(ranks - 1 if attempt % 2 == 0 else 0, number)
+    if run.launcher == TORCH_ALONE:  # the lost rank gets no successor
+        reduced = await run.until(lambda: run.seen().last("reduced", ranks - 1, since), "no survivors' all-reduce")
+        return {REDUCED: reduced - since}
     full = await run.until(lambda: run.seen().last("step", ranks, since, ranks), "no step of all ranks")
     seen = run.seen()
     sample: Sample = {FULL: full - since, REPEATED: seen.repeated(since)}
@@ -216,9 +219,9 @@ async def measure(case: Case, arguments: argparse.Namespace, binary: Path) -> di
 
 
 def measurements(case: Case, found: Mapping[str, Samples]) -> list[Measurement]:
-    """Return a measurement for each value of a case. Its baseline is torchrun, or else the program with restarts."""
+    """Return a measurement for each value of a case. Its baseline is the first of those in the code that has run."""
     ours, *_ = found.values()
-    baseline = next((name for name in (TORCHRUN, RESTARTS) if name in found), "")
+    baseline = next((name for name in (TORCHRUN, RESTARTS, TORCH_ALONE) if name in found), "")
     theirs = found.get(baseline, Samples())
     others = {name: samples for name, samples in found.items() if name not in {IN_PLACE, baseline}}
     return [
@@ -239,17 +242,16 @@ def measurements(case: Case, found: Mapping[str, Samples]) -> list[Measurement]:
 
 
 def medians(case: Case, found: Mapping[str, Samples]) -> list[dict[str, Any]]:
-    """Return a row with the medians of each launcher."""
+    """Return a row with the medians of each launcher, and the ratio of its survivors' all-reduce to ours."""
     columns = (REDUCED, STEPPED, FULL, READY, PAUSE, REPEATED)
-    return [
-        {
-            "case": case.name,
-            "launcher": launcher,
-            **{what: statistics.median(values) if (values := samples.of(what)) else None for what in columns},
-            "never": len(samples.never),
-        }
-        for launcher, samples in found.items()
-    ]
+    rows = []
+    for launcher, samples in found.items():
+        values = {what: statistics.median(each) if (each := samples.of(what)) else None for what in columns}
+        reduced, ours = values[REDUCED], found[IN_PLACE].of(REDUCED)
+        ratio = reduced / statistics.median(ours) if reduced is not None and ours else None
+        row = {"case": case.name, "launcher": launcher, **values, f"{REDUCED}, ratio": ratio}
+        rows.append({**row, "never": len(samples.never)})
+    return rows
 
 
 async def costs(cost: str, workers: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
@@ -374,7 +376,11 @@ def main() -> int:
         "--gigabytes", type=float, default=1.0, metavar="N", help="size of the large state (default: %(default)g)"
     )
     flags.add_argument(
-        "--baselines", nargs="*", choices=BASELINES, default=BASELINES, help="the baselines; none to measure ours only"
+        "--baselines",
+        nargs="*",
+        choices=BASELINES,
+        default=BASELINES,
+        help=f'the baselines; none to measure ours only; "{TORCH_ALONE}" has no agents and measures only {REDUCED}',
     )
     arguments = flags.parse_args()
     report = run_to_end("training", run_all(arguments))

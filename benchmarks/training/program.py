@@ -1,7 +1,8 @@
 """Trains until it is stopped, and causes a fault in one process: see :mod:`benchmarks.training`.
 
 ``program.py FOLDER HOW WHERE``: HOW is "in-place" for a program with ``@torchelastic.elastic``, "restarts" for the same
-program with ``init_process_group()`` and a Checkpointer, and "torchft". Each process writes the file
+program with ``init_process_group()`` and a Checkpointer, "torchft", and "torch-alone" for WORLD_SIZE ranks that only
+reduce a number; this process forks them, and has a TCPStore at MASTER_PORT. Each process that trains writes the file
 FOLDER/NODE.LOCAL_RANK.PID with one line for each event: ``EVENT TIME STEP WORLD_SIZE RANK``. The time is that of the
 monotonic clock. The events are
 
@@ -12,9 +13,11 @@ monotonic clock. The events are
 - fault: this process causes the fault, because FOLDER/PID.fault exists with the number of the signal
 """
 
+import contextlib
 import itertools
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -38,15 +41,31 @@ STEP = 0.01
 LATE = (1, 2)
 """The ranks for which the others wait inside a collective; at least one of them does not have the fault."""
 
+
+def fork_ranks() -> None:
+    """Return in each of the forked ranks only; this process tells them which rank has died."""
+    ranks = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        if not (pid := os.fork()):
+            os.environ["LOCAL_RANK"] = f"{rank}"
+            return
+        ranks[pid] = rank
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    store.set("lost", f"{ranks[os.wait()[0]]}")
+    signal.pause()  # this process serves the store
+
+
 folder, how, where = sys.argv[1:4]
 torch.set_num_threads(1)
-slot = f"{os.environ.get('BENCHMARK_NODE', 'a')}.{os.environ.get('LOCAL_RANK', '0')}"
-report = os.open(f"{folder}/{slot}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-trigger = Path(folder, f"{os.getpid()}.fault")
 features = torch.randn(6400, 64, generator=torch.Generator().manual_seed(0))
 dataset = TensorDataset(features, features.sum(dim=1, keepdim=True))
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+if how == "torch-alone":
+    fork_ranks()
+slot = f"{os.environ.get('BENCHMARK_NODE', 'a')}.{os.environ.get('LOCAL_RANK', '0')}"
+report = os.open(f"{folder}/{slot}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+trigger = Path(folder, f"{os.getpid()}.fault")
 
 
 def write(event: str, step: int, size: int = 0, rank: int = -1) -> None:
@@ -135,6 +154,52 @@ def train_with_torchft() -> None:
             write("step", before + 1, size, replica)
 
 
+def reduce_with_torch() -> None:
+    """Reduce a number in each step until a rank is lost, and then once in the world without it."""
+    own, ranks = int(os.environ["LOCAL_RANK"]), [*range(int(os.environ["WORLD_SIZE"]))]
+    store, watched = (TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])) for _ in range(2))
+    dist.init_process_group("gloo", store=store, rank=own, world_size=len(ranks), enable_reconfigure=True)
+    connections: set[Path] = set()
+    interrupted = threading.Event()
+
+    def sockets() -> set[Path]:
+        return {path for path in Path("/proc/self/fd").iterdir() if path.is_socket()}
+
+    def begin() -> tuple[int, int]:
+        """Form the group of these ranks, and reduce a number; return the rank in it and its size."""
+        rank, size = ranks.index(own), len(ranks)
+        before = sockets()
+        store.set(f"{size}/{own}", dist.distributed_c10d._get_reconfigure_handle())  # noqa: SLF001 - its only name
+        handles = [handle.decode() for handle in store.multi_get([f"{size}/{each}" for each in ranks])]
+        dist.distributed_c10d._reconfigure(uuid=size, handles=handles).wait()  # noqa: SLF001 - its only name
+        connections.update(sockets() - before)
+        write("world", 0, size, rank)
+        dist.all_reduce(torch.ones(1))
+        write("reduced", 0, size, rank)
+        return rank, size
+
+    def interrupt() -> None:
+        """End gloo's connections when a rank is lost: gloo wakes only the ranks that exchange data with that one."""
+        ranks.remove(int(watched.get("lost")))
+        for each in connections:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as connection:
+                connection.shutdown(socket.SHUT_RD)
+        interrupted.set()
+
+    rank, size = begin()
+    threading.Thread(target=interrupt, daemon=True).start()
+    with contextlib.suppress(RuntimeError):
+        for step in itertools.count(1):
+            delay(step, rank)
+            dist.all_reduce(torch.ones(1))
+            write("step", step, size, rank)
+    interrupted.wait()
+    begin()
+    signal.pause()  # a rank that ends would disturb the others
+
+
+if how == "torch-alone":
+    reduce_with_torch()
 if how == "torchft":
     write("ready", 0)
     train_with_torchft()

@@ -30,7 +30,14 @@ RESTARTS: Final = "with restarts"
 TORCHRUN: Final = "torchrun"
 TORCHFT: Final = "torchft"
 TORCHFT_VERSION: Final = "0.2.0"
-HOWS: Final = {IN_PLACE: "in-place", RESTARTS: "restarts", TORCHRUN: "restarts", TORCHFT: "torchft"}
+TORCH_ALONE: Final = "torch alone"
+HOWS: Final = {
+    IN_PLACE: "in-place",
+    RESTARTS: "restarts",
+    TORCHRUN: "restarts",
+    TORCHFT: "torchft",
+    TORCH_ALONE: "torch-alone",
+}
 """The name of the training program's argument, by launcher."""
 
 _POLL: Final = 0.2
@@ -84,6 +91,10 @@ class Run:
         elif self.launcher == TORCHRUN:
             flags: tuple[str, ...] = ("--standalone", each, "--max-restarts=100", "--monitor-interval=0.1")
             self._start(name, ["torch.distributed.run", *flags, *program], TORCHRUN_LAUNCHER.environment)
+        elif self.launcher == TORCH_ALONE:
+            port = self.endpoint.rpartition(":")[2]
+            variables = {"MASTER_PORT": port, "WORLD_SIZE": f"{self.workers}"}
+            self._start(name, ["benchmarks.training.program", *program[1:]], variables)
         else:
             flags = (f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self._id}", "--local-addr=127.0.0.1")
             nodes = ("--nnodes=1:2", f"--node-name={name}", each, "--max-restarts=100")

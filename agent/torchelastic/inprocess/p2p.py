@@ -90,7 +90,7 @@ class CoordinatorP2P(Coordinator):
         self._rank = self._world_size = 0
         self._store: Store
         self._group = InterruptibleProcessGroup()
-        self._of_agent = _AgentWorlds() if has_agent() else None
+        self._of_agent = _AgentRendezvous() if has_agent() else None
         if self._of_agent is not None:
             return
         try:
@@ -210,8 +210,8 @@ class CoordinatorP2P(Coordinator):
         dist.barrier(group=self._group.control_group)
 
 
-class _AgentWorlds:
-    """The worlds of an agent's worker.
+class _AgentRendezvous:
+    """Enters the worlds of an agent's worker, one after the other.
 
     Attributes:
         error: the last error of a step or of the change to another world.

@@ -16,11 +16,13 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from torchelastic.errors import SettingsError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 IN_PLACE: Final = "TORCHELASTIC_NCCL_IN_PLACE"
-"""The environment variable with which a program chooses this: ``1``."""
+"""The environment variable with which a program chooses this: ``1``; ``0`` or empty otherwise."""
 
 BACKEND: Final = "cpu:gloo,cuda:nccl"
 
@@ -32,8 +34,15 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
 
 
 def is_chosen() -> bool:
-    """Return whether the process may stay although it uses GPUs."""
-    return os.environ.get(IN_PLACE) == "1"
+    """Return whether the process may stay although it uses GPUs.
+
+    Raises:
+        SettingsError: the environment variable is neither ``0`` nor ``1`` nor empty.
+    """
+    value = os.environ.get(IN_PLACE, "")
+    if value not in {"", "0", "1"}:
+        raise SettingsError(f"{IN_PLACE}={value}: must be 1 for on or 0 for off.")
+    return value == "1"
 
 
 def prepare() -> None:

