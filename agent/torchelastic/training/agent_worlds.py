@@ -176,7 +176,8 @@ class AgentWorlds:
                 AGENT_CONNECTION.read(WorldMessage, self._take, self._agent_lost)
                 while (address := os.environ.get(SPARE)) is not None:
                     if address:
-                        run_in_thread(self.stand_by, address)
+                        with contextlib.suppress(RuntimeError):  # no thread can be started
+                            run_in_thread(self.stand_by, address)
                     if not self.next(None):
                         raise RuntimeError("The agent has not announced a world.")
                 self._form()

@@ -15,7 +15,7 @@ from torchelastic.training.connection import blocked_signals
 from torchelastic.training.nested import HostCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from torchelastic.training.checkpoint_files import CheckpointFiles, CheckpointName
     from torchelastic.training.progress import CheckpointReport
@@ -35,13 +35,11 @@ class CheckpointFolder:
     Attributes:
         files: the same.
         is_writer: whether this process writes into the folder.
-        on_written: called with the name of each checkpoint that is complete, in the thread that has written it.
     """
 
     def __init__(self, files: CheckpointFiles, every: int | dt.timedelta, keep: int) -> None:
         self.files = files
         self.is_writer = False
-        self.on_written: Callable[[CheckpointName], object] = lambda _: None
         self._every, self._keep = every, keep
         self._written_step: int | None = None
         self._writing: threading.Thread | None = None
@@ -116,7 +114,6 @@ class CheckpointFolder:
                 return
             self._written_step = name.step
             report.done()
-            self.on_written(name)
             try:
                 self.files.delete_old(self._keep, name, damaged)
             except Exception as error:  # noqa: BLE001 - likewise

@@ -25,7 +25,7 @@ from torchelastic.training.collectives import Ranks
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.progress import report_checkpoint
 from torchelastic.training.shards import Part, join, sharded_tensors, split
-from torchelastic.training.spare_copies import CopySender, receive_copies
+from torchelastic.training.spare_copies import CopyServer, receive_copies
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -89,8 +89,7 @@ class Checkpointer:
             self._folder = CheckpointFolder(CheckpointFiles(url, of_pod=folder is None), every, keep)
         if memory_every is not None and in_memory is not None:
             self._memory = CheckpointFolder(CheckpointFiles(in_memory), memory_every, 1)
-            self._sender = CopySender(self._memory.files)
-            self._memory.on_written = self._sender.send
+            self._server = CopyServer(self._memory.files)
         self._folders = [each for each in (self._memory, self._folder) if each is not None]
         if not url and memory_every is None:
             raise SettingsError(f"There is no folder for checkpoints: pass one, or set ${Env.CHECKPOINT_DIR}.")
@@ -283,7 +282,7 @@ class Checkpointer:
             with _unless_unwritable():
                 self._memory.is_writer = self._memory.files.reserve(token, b"")
             if self._rank == 0:
-                self._sender.begin()
+                self._server.begin()
 
     def _load_newest(self, ranks: Ranks, sharded: Mapping[str, DTensor]) -> tuple[int, dict[str, Any] | None]:
         """Return the step and the state of the newest checkpoint that a rank can read; -1 and None if there is none."""

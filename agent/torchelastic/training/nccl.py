@@ -16,7 +16,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from torchelastic.errors import SettingsError
+from torchelastic.training.errors import NonRetryableException
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,11 +37,11 @@ def is_chosen() -> bool:
     """Return whether the process may stay although it uses GPUs.
 
     Raises:
-        SettingsError: the environment variable is neither ``0`` nor ``1`` nor empty.
+        NonRetryableException: the environment variable is neither ``0`` nor ``1`` nor empty.
     """
     value = os.environ.get(IN_PLACE, "")
     if value not in {"", "0", "1"}:
-        raise SettingsError(f"{IN_PLACE}={value}: must be 1 for on or 0 for off.")
+        raise NonRetryableException(f"{IN_PLACE}={value}: must be 1 for on or 0 for off.")
     return value == "1"
 
 

@@ -97,7 +97,12 @@ def test_a_damaged_copy_is_a_warning_and_later_ones_are_received(
 
 def test_a_stranger_without_the_secret_gets_nothing(spare: Spare) -> None:
     spare.save(1)
+    spare.store.wait(["torchelastic/copies"])
     host, port, secret = spare.store.get("torchelastic/copies").decode().split()
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(secret[::-1].encode())
-        assert stranger.recv(1) == b""
+    for line in (f"{secret[::-1]} 0 0\n", "\n", "é 0 0\n"):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(line.encode())
+            assert stranger.recv(1) == b""
+    with socket.create_connection((host, int(port))) as owner:
+        owner.sendall(f"{secret} 0 0\n".encode())
+        assert owner.recv(1) == b"{"

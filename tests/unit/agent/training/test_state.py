@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchelastic
-from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,7 +136,10 @@ def test_staying_with_nccl_is_either_on_or_off(value: str, monkeypatch: pytest.M
         monkeypatch.setenv("TORCHELASTIC_NCCL_IN_PLACE", accepted)
         train(made())
     monkeypatch.setenv("TORCHELASTIC_NCCL_IN_PLACE", value)
-    with pytest.raises(SettingsError, match=f"^TORCHELASTIC_NCCL_IN_PLACE={value}: must be 1 for on or 0 for off.$"):
+    with pytest.raises(
+        torchelastic.NonRetryableException,
+        match=f"^TORCHELASTIC_NCCL_IN_PLACE={value}: must be 1 for on or 0 for off.$",
+    ):
         train(made())
 
 
