@@ -81,9 +81,9 @@ class CopyServer:
 
     def _answer(self, connection: socket.socket) -> None:
         with connection.makefile("rb", buffering=0) as reader:
-            secret, token, step = reader.readline(_LINE_LIMIT).decode().split()
+            secret, token, step = reader.readline(_LINE_LIMIT).split()
         newest = max(self._files.checkpoints(), default=None)
-        if newest is None or not hmac.compare_digest(secret, self._secret):
+        if newest is None or not hmac.compare_digest(secret, self._secret.encode()):
             return
         if (newest.token, newest.step) > (int(token), int(step)):
             with Path(f"{newest.path}.pt").open("rb") as file:
