@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +26,7 @@ from torchelastic.training.connection import run_in_thread
 from torchelastic.training.process_group import connect_to_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torchelastic.training.checkpoint_files import CheckpointFiles
 
@@ -41,6 +42,12 @@ _INTERVAL: Final = 1.0
 
 _TIMEOUT: Final = 5.0
 """Seconds without progress after which a connection is closed."""
+
+_TURN_TIMEOUT: Final = 60.0
+"""Seconds in which the server sends copies to other spares before it answers."""
+
+_RECEIVING: Final = threading.Lock()
+"""Held by the thread that receives copies."""
 
 
 class CopyServer:
@@ -72,16 +79,19 @@ class CopyServer:
     def _serve(self, listener: socket.socket) -> None:
         while True:
             try:
-                with listener.accept()[0] as connection:
-                    connection.settimeout(_TIMEOUT)
-                    self._answer(connection)
-                    connection.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile keeps it open
-            except (OSError, ValueError):  # for example, the spare has ended, or no file descriptor is free
+                connection, _ = listener.accept()
+            except OSError:  # for example, no file descriptor is free
                 time.sleep(_INTERVAL)
+                continue
+            with contextlib.suppress(OSError, ValueError), connection:  # the spare has ended, or it is a stranger
+                connection.settimeout(_TIMEOUT)
+                try:
+                    self._answer(connection)
+                finally:
+                    connection.shutdown(socket.SHUT_RDWR)  # a process that was forked meanwhile keeps it open
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection.makefile("rb", buffering=0) as reader:
-            secret, token, step = reader.readline(_LINE_LIMIT).split()
+        secret, token, step = connection.recv(_LINE_LIMIT).split()  # a line this short arrives at once
         newest = max(self._files.checkpoints(), default=None)
         if newest is None or not hmac.compare_digest(secret, self._secret.encode()):
             return
@@ -117,17 +127,20 @@ def receive_copies(address: str, files: CheckpointFiles) -> None:
     def is_over() -> bool:
         return os.environ.get(SPARE) != address
 
-    with contextlib.suppress(RuntimeError):  # the TCPStore has ended
+    # The thread of the round before may still receive a copy.
+    with contextlib.suppress(RuntimeError), _RECEIVING:  # the TCPStore has ended
         store = connect_to_store(host.strip("[]"), int(port), is_over)
         seen = max(((own.token, own.step) for own in files.checkpoints()), default=(0, -1))
         while not is_over():
             if store.check([_SERVER]):
                 with contextlib.suppress(OSError, msgspec.DecodeError):  # the server has ended
-                    seen = _receive_newer(store.get(_SERVER).decode(), files, seen)
+                    seen = _receive_newer(store.get(_SERVER).decode(), files, seen, is_over)
             time.sleep(_INTERVAL)
 
 
-def _receive_newer(server: str, files: CheckpointFiles, seen: tuple[int, int]) -> tuple[int, int]:
+def _receive_newer(
+    server: str, files: CheckpointFiles, seen: tuple[int, int], is_over: Callable[[], bool]
+) -> tuple[int, int]:
     """Receive a copy if there is a newer one than `seen`; return its token and its step, also if it cannot be kept."""
     host, port, secret = server.split()
     with (
@@ -135,11 +148,13 @@ def _receive_newer(server: str, files: CheckpointFiles, seen: tuple[int, int]) -
         connection.makefile("rb", buffering=0) as reader,
     ):
         connection.sendall(f"{secret} {seen[0]} {seen[1]}\n".encode())
+        connection.settimeout(_TURN_TIMEOUT)
         if not (line := reader.readline(_LINE_LIMIT)):
             return seen
+        connection.settimeout(_TIMEOUT)
         manifest = msgspec.json.decode(line, type=Manifest)
         try:
-            files.delete_old(1, files.write_received(manifest, _parts(connection, manifest.size)), ())
+            files.delete_old(1, files.write_received(manifest, _parts(connection, manifest.size, is_over)), ())
         except (ConnectionError, TimeoutError):
             raise
         except (OSError, ValueError) as error:
@@ -147,9 +162,9 @@ def _receive_newer(server: str, files: CheckpointFiles, seen: tuple[int, int]) -
         return manifest.token, manifest.step
 
 
-def _parts(connection: socket.socket, size: int) -> Iterator[bytes]:
+def _parts(connection: socket.socket, size: int, is_over: Callable[[], bool]) -> Iterator[bytes]:
     while size:
-        if not (part := connection.recv(min(size, _PART))):
-            raise ConnectionError("The copy has ended too early.")
+        if is_over() or not (part := connection.recv(min(size, _PART))):
+            raise ConnectionError("The copy has ended too early, or this process is no spare any more.")
         size -= len(part)
         yield part
