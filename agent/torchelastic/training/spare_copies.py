@@ -61,20 +61,24 @@ class CopyServer:
 
     def __init__(self, files: CheckpointFiles) -> None:
         self._files = files
+        self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._secret = secrets.token_hex()
 
     def begin(self) -> None:
-        """Become the server of this round. If that fails, spares have no copies."""
+        """Become the server of this round, in a thread. If that fails, spares have no copies."""
         if host := os.environ.get("MASTER_ADDR"):
-            with contextlib.suppress(RuntimeError, OSError):
-                port = int(os.environ["MASTER_PORT"])
-                if self._listener is None:
-                    listener = socket.create_server(("", 0), family=socket.getaddrinfo(host, port)[0][0])
-                    run_in_thread(self._serve, listener)
-                    self._listener = listener
-                own = f"{_own_address(host, port)} {self._listener.getsockname()[1]} {self._secret}"
-                run_in_thread(_announce, host, port, own)
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                run_in_thread(self._announce, host, int(os.environ["MASTER_PORT"]))
+
+    def _announce(self, host: str, port: int) -> None:
+        with contextlib.suppress(RuntimeError, OSError), self._lock:  # for example, the TCPStore has ended
+            if self._listener is None:
+                listener = socket.create_server(("", 0), family=socket.getaddrinfo(host, port)[0][0])
+                run_in_thread(self._serve, listener)
+                self._listener = listener
+            own = f"{_own_address(host, port)} {self._listener.getsockname()[1]} {self._secret}"
+            connect_to_store(host, port, lambda: True).set(_SERVER, own)
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
@@ -99,11 +103,6 @@ class CopyServer:
             with Path(f"{newest.path}.pt").open("rb") as file:
                 connection.sendall(msgspec.json.encode(self._files.manifest(newest)) + b"\n")
                 connection.sendfile(file)
-
-
-def _announce(host: str, port: int, server: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the TCPStore has ended
-        connect_to_store(host, port, lambda: True).set(_SERVER, server)
 
 
 def _own_address(host: str, port: int) -> str:
