@@ -13,7 +13,7 @@ python := $(VENV)/bin/python
 parallel := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo install test test-exhaustive testbed check lint upgrade clean
+.PHONY: help run demo install test test-exhaustive ready testbed check lint upgrade clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -27,13 +27,18 @@ demo: install ## scale a job, kill its processes, and show how it recovers
 install: ## create the virtual environment that `make run` needs
 	@scripts/bootstrap.sh local
 
-test: lint testbed ## run the checks and all tests, also those with real processes and a real Kubernetes
+test: ready ## run the checks and all tests, also those with real processes and a real Kubernetes
 	$(python) -m pytest tests $(parallel) $(ARGS)
 
 test-exhaustive: export TORCHELASTIC_EXHAUSTIVE = 1
-test-exhaustive: lint testbed ## run all tests with many more examples and servers, and a soak of 200 faults (hours)
+test-exhaustive: ready ## run all tests with many more examples and servers, and a soak of 200 faults (hours)
 	HYPOTHESIS_PROFILE=exhaustive $(python) -m pytest tests --timeout 3600 $(ARGS)
 	$(python) -m benchmarks.soak --faults 200 --agents 4
+
+# The checks take one core for a minute; meanwhile, the test bed is prepared.
+ready:
+	@scripts/bootstrap.sh dev
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint testbed
 
 testbed: ## build Kubernetes and the images for the tests, once, in the user's cache folder
 	@scripts/bootstrap.sh dev

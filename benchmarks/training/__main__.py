@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.training.runs import Run
 
 ROWS: Final = ("kill", "hang", "spare", "join", "leave", "broadcast", "checkpoint", "commit")
+WHERES: Final = ("inside", "outside")
 BASELINES: Final = (RESTARTS, TORCHRUN, TORCHFT, TORCH_ALONE)
 HEARTBEAT_TIMEOUT: Final = 3.0
 """The value of ``--heartbeat-timeout`` in seconds, for the processes that hang."""
@@ -173,7 +174,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     killed = partial(lose, number=signal.SIGKILL)
     stopped = partial(lose, number=signal.SIGSTOP, agents=1)
     found: list[tuple[str, Case]] = []
-    for where in ("inside", "outside"):
+    for where in arguments.where or WHERES:
         for ranks in arguments.ranks:
             name = f"worker killed {where} a collective, {ranks} ranks"
             found.append(("kill", Case(name, partial(killed, agents=1), lost, ranks, BASELINES, where)))
@@ -365,6 +366,12 @@ def main() -> int:
     """Measure and print; fail if an attempt of ours did not end."""
     flags = parser("training", __doc__, repeat=5, settle=5.0, limit=60.0)
     flags.add_argument("--only", action="append", metavar="ROW", choices=ROWS, help=f"one of {', '.join(ROWS)}")
+    flags.add_argument(
+        "--where",
+        action="append",
+        choices=WHERES,
+        help="in the row kill: inside or outside a collective (default: both)",
+    )
     flags.add_argument(
         "--ranks",
         type=lambda text: [at_least(3)(each) for each in text.split(",")],

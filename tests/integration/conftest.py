@@ -42,7 +42,7 @@ def stop(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _chosen_torch(request: pytest.FixtureRequest) -> Iterator[None]:
     """Use the oldest torch if the environment requests it."""
     with pytest.MonkeyPatch.context() as patch:

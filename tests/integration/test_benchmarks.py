@@ -25,6 +25,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0
 FLOOR = "" if os.environ.get("ELASTICJOB_TEST_TORCH") == "oldest" else "'torch alone'"  # needs torch 2.14
+ONCE = "--settle=0 --limit=120"
 KILLED = "worker killed inside a collective, 3 ranks: survivors' all-reduce"
 
 
@@ -86,11 +87,11 @@ def test_a_seed_selects_the_faults() -> None:
 @pytest.mark.parametrize(
     ("benchmark", "arguments", "name"),
     [
-        ("recovery", "--settle=0 --limit=120 --only=worker", "worker killed"),
+        ("recovery", f"{ONCE} --only=worker", "worker killed"),
         ("memory", "--settle=0", "PSS of an agent and 4 workers"),
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
         ("first_step", "--limit=120 --only=run", "elasticjob run digits.yaml"),
-        ("training", f"--limit=120 --settle=0 --only=kill --only=commit --ranks=3 --baselines {FLOOR}", KILLED),
+        ("training", f"{ONCE} --only=kill --where=inside --only=commit --ranks=3 --baselines {FLOOR}", KILLED),
         ("launcher", "--limit=120 --only=launch --only=killed --baselines", "second launch in one program"),
     ],
 )

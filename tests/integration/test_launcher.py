@@ -161,20 +161,21 @@ def test_values_of_all_kinds_return_and_nothing_of_the_launch_remains(tmp_path: 
             import torch.distributed as dist
             dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/own", rank=0, world_size=1)
             offset, answer = 40, {"cold": outcome(rank, keep_warm=False), "children": children()}
+            # Launches with the same settings follow each other, because only they share a warm process.
             answer["closure"] = outcome(lambda: offset + rank())
             answer["method"] = outcome(Point(1).shifted, 2) == [Point(3), Point(4)]
             answer["collective"] = outcome(reduced, torch.ones(1))
             answer["no group"] = outcome(dist.is_initialized, backend=None)
-            answer["keywords"] = trx.Launcher(workers_per_host=1).run(lambda a, b: a - b, 5, b=3).rank(0)
-            answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
             answer["large"] = [(len(each), each[-1]) for each in outcome(large, 50_000_000)]
             answer["no memory"] = [(len(each), each[-1]) for each in outcome(without_memory)]
             answer["empty"] = outcome(bytes) == [b"", b""]
-            answer["tensors"] = checked(outcome(tensors, workers_per_host=1)[0])
-            answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
             answer["exit"] = outcome(lambda: rank() or sys.exit(0))
             first = outcome(os.getppid, workers_per_host=1)
             answer["warm"] = outcome(os.getppid, workers_per_host=1) == first
+            answer["keywords"] = trx.Launcher(workers_per_host=1).run(lambda a, b: a - b, 5, b=3).rank(0)
+            answer["older form"] = trx.Launcher(workers_per_host=1).run(max, func_args=(5, 7)).index("localhost", 0)
+            answer["tensors"] = checked(outcome(tensors, workers_per_host=1)[0])
+            answer["environment"] = outcome(lambda: os.environ["MINE"], extra_env_vars={"MINE": "é'"})
             for value in "12":
                 open("values.sh", "w").write(f"VALUE={value}")
                 answer["file " + value] = outcome(lambda: os.environ["VALUE"], workers_per_host=1, env_file="values.sh")

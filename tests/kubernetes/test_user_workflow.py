@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
-from tests.support.cluster_user import AGENT, ROOT, job
+from tests.support.cluster_user import AGENT, ROOT, SIGHT, job
 
 if TYPE_CHECKING:
     from testbed.node import Node
@@ -43,17 +45,24 @@ async def test_helm_test_asks_the_installed_operator(installed: Node) -> None:
 async def test_digits_trains_grows_succeeds_and_leaves_nothing(user: User) -> None:
     digits = yaml.safe_load((ROOT / "examples" / "digits.yaml").read_text())
     # The job has fewer epochs than the example, because three pods share the machine.
-    digits["spec"]["args"] = ["digits.py", "--epochs", "20"]
+    digits["spec"]["args"] = ["digits.py", "--epochs", "8"]
     await user.apply(digits)
     await user.wait("elasticjob/digits", "condition=Running")
     first = await user.pods("digits")
     assert len(first) == 2
+    paused = max(first)
+    await user.kill(first[paused], "digits.py", signal.SIGSTOP)  # so that training lasts until the third pod runs
 
     refused = await user.kubectl("scale", "elasticjob/digits", "--replicas=4", check=False)
     assert refused.returncode != 0
     assert "between minReplicas and maxReplicas" in refused.stderr
 
     await user.kubectl("scale", "elasticjob/digits", "--replicas=3")
+    async with asyncio.timeout(SIGHT):
+        while not (added := (await user.pods("digits")).keys() - first.keys()):
+            pass
+    await user.wait(f"pod/{added.pop()}", "jsonpath={.status.phase}=Running")
+    await user.kill(first[paused], "digits.py", signal.SIGCONT)
     await user.wait("elasticjob/digits", "jsonpath={.status.worldSize}=3")
     await user.wait("elasticjob/digits", "jsonpath={.status.readyDesired}=3/3")
     now = await user.pods("digits")
