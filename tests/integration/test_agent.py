@@ -117,9 +117,24 @@ async def test_a_non_retryable_exception_ends_the_run_unless_it_is_caught(
     ) as agent:
         assert await agent.code() == 1
     assert "NoSuchDataSet: there is no data set mnist" in agent.lines[-1]
+    assert f'File "{program}", line ' in agent.output
     assert (f"round {rounds}" in agent.output, f"round {rounds + 1}" in agent.output) == (True, False)
     failure = json.loads(log.read_text())["failure"]
     assert (failure["exit_code"], failure["non_retryable"]) == (1, True)
+
+
+@pytest.mark.parametrize("method", ["fork-server", "exec"])
+async def test_a_wrong_variable_of_the_workers_is_one_sentence(tmp_path: Path, method: str) -> None:
+    (program := tmp_path / "trains.py").write_text(
+        "import torchelastic\ntorchelastic.elastic(print)(torchelastic.TorchState(step=0))"
+    )
+    wrong = {"TORCHELASTIC_NCCL_IN_PLACE": "true"}
+    async with AgentProcess("--standalone", f"--start-method={method}", program, env=wrong) as agent:
+        assert await agent.code() == 1
+    sentence = "NonRetryableException: TORCHELASTIC_NCCL_IN_PLACE=true: must be 1 for on or 0 for off."
+    assert f"[rank 0] torchelastic.training.errors.{sentence}" in agent.lines
+    assert sentence in agent.lines[-1]
+    assert "Traceback" not in agent.output
 
 
 async def test_a_temporary_folder_with_too_long_a_path_is_refused(tmp_path: Path, program: Path) -> None:

@@ -21,7 +21,8 @@ _RECORD: Final = '/torch/distributed/elastic/multiprocessing/errors/__init__.py"
 class NonRetryableException(Exception):  # noqa: N818 - the established name
     """Raised by a program to end the run: the run fails with this exception and is not restarted.
 
-    A program's own exceptions may derive from this class. Only the exception that ends the worker counts.
+    A program's own exceptions may derive from this class. Only the exception that ends the worker counts. If
+    torchelastic has raised it, the worker prints no traceback; the error file has it.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -38,10 +39,18 @@ def _install_hook() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, NonRetryableException):
             record_exception(error)
+            if _is_ours(trace):  # its sentence says what to change
+                error, trace = error.with_traceback(None), None
         before(kind, error, trace)
 
     report.reports_to_agent = True  # type: ignore[attr-defined]
     sys.excepthook = report
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Return whether a function of torchelastic has raised an exception with this traceback, not the program."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+    return bool(modules) and modules[-1].startswith("torchelastic.")
 
 
 def record_exception(error: BaseException) -> None:

@@ -122,18 +122,26 @@ def receive_copies(address: str, files: CheckpointFiles) -> None:
         files: where the newest copy is kept.
     """
     host, _, port = address.rpartition(":")
+    place = host.strip("[]"), int(port)
 
     def is_over() -> bool:
         return os.environ.get(SPARE) != address
 
-    # The thread of the round before may still receive a copy.
-    with contextlib.suppress(RuntimeError), _RECEIVING:  # the TCPStore has ended
-        store = connect_to_store(host.strip("[]"), int(port), is_over)
+    with _RECEIVING:  # the thread of the round before may still receive a copy
+        store = None
         seen = max(((own.token, own.step) for own in files.checkpoints()), default=(0, -1))
         while not is_over():
-            if store.check([_SERVER]):
-                with contextlib.suppress(OSError, msgspec.DecodeError):  # the server has ended
+            try:
+                if store is None:
+                    # If nothing listens, this fails without the stacks that torch prints.
+                    with socket.create_connection(place, _TIMEOUT):
+                        store = connect_to_store(*place, is_over)
+                if store.check([_SERVER]):
                     seen = _receive_newer(store.get(_SERVER).decode(), files, seen, is_over)
+            except RuntimeError:  # the TCPStore has ended, or its connection
+                store = None
+            except (OSError, msgspec.DecodeError):  # the server of copies, or the TCPStore, has ended
+                pass
             time.sleep(_INTERVAL)
 
 
