@@ -131,7 +131,7 @@ print(tempfile.tempdir, os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/set/b
 import torch
 layer = torch.nn.Linear(2, 2)
 layer(torch.ones(2)).sum().backward()
-torch.optim.SGD(layer.parameters()).step()
+vars(torch)["optim"].SGD(layer.parameters()).step()  # hidden from the agent, which reads the program
 sys.exit(not there)
 """
 

@@ -91,11 +91,13 @@ class History:
 
     Attributes:
         imports: the installed modules that workers import.
+        news: announces what the leader writes at once.
     """
 
     def __init__(
         self, created: float | None, resumed: TimeBreakdown | None = None, *, clock: Callable[[], float] | None = None
     ) -> None:
+        self.news = ChangeSignal()
         self._now = steady_clock() if clock is None else clock
         now = self._now()
         self.created: Final = now if created is None else min(created, now)
@@ -132,6 +134,7 @@ class History:
         self.enter(RunState.TRAINING)
         self._round.started, self._round.ended = self._transitions[-1][0], 0.0
         self._note_in_round(started_at=round(self._round.started, 3))
+        self.news.send()
 
     def note_round(self, record: RoundRecord) -> None:
         """Note a round that this node has received."""
@@ -376,7 +379,7 @@ class HistoryWriter:
         self.has_read = False
         self._history = history
         self._run = run
-        self._news = ChangeSignal()
+        self._news = history.news
         self._writing = asyncio.Lock()
         self._written: bytes | None = None
 

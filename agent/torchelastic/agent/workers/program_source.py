@@ -60,7 +60,7 @@ def first_imports(program: Program, tree: ast.Module) -> list[str]:
     """Return the installed modules that a program imports before it executes anything else.
 
     So nothing of the program, or of modules that are not installed, can change what these modules do when they are
-    imported. torch's compiler is added if the program mentions DistributedDataParallel, which imports it.
+    imported. torch's compiler is added if the program mentions DistributedDataParallel or ``optim``, which import it.
     """
     name = program.argv[0]
     if program.kind is ProgramKind.MODULE and "." in name:
@@ -85,7 +85,7 @@ def first_imports(program: Program, tree: ast.Module) -> list[str]:
         if not (own.isdisjoint(tops) and all(is_installed(top, PathFinder.find_spec(top)) for top in tops)):
             break
         found += names
-    if any("DistributedDataParallel" in _names(node) for node in ast.walk(tree)):
+    if any({"DistributedDataParallel", "optim"} & {*_names(node)} for node in ast.walk(tree)):
         found.append("torch._dynamo")
     return [name for name in found if name != "torch" and name.partition(".")[0] not in sys.stdlib_module_names]
 
