@@ -34,7 +34,7 @@ _TITLES: Final = {
     "torchelastic: watchdog": "watchdog",
     "torchelastic: fork server": "fork server",
     "torchelastic: spare process": "spare processes",
-    "torchelastic: TCPStore of the round": "the round's TCPStore",
+    "torchelastic: TCPStore of a round": "TCPStores",
 }
 _KIB_PER_MIB: Final = 1024.0
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WATCHDOG: Final = "torchelastic: watchdog"
 FORK_SERVER: Final = "torchelastic: fork server"
-STORE: Final = "torchelastic: TCPStore of the round"
+STORE: Final = "torchelastic: TCPStore of a round"
 
 _DEATH: Final = 5.0
 """Seconds within which the processes of a killed agent must exit, on a busy machine."""
@@ -130,7 +130,7 @@ async def _helper(agents: Agents, fault: Fault) -> None:
 
 
 async def _store(agents: Agents, fault: Fault) -> None:
-    del fault  # only the leader's agent has this process, so search all agents
+    del fault  # an agent may serve the TCPStore of the round, or that of the next one, so search all agents
     for slot in range(agents.count):
         for pid in agents.titled(slot, STORE):
             agents.kill(pid)

@@ -101,11 +101,11 @@ async def test_a_fork_server_that_is_killed_or_cannot_be_replaced_fails_at_most_
 
 async def test_the_round_ends_if_its_store_process_is_killed() -> None:
     async with AgentProcess("--standalone", "--no-python", "sleep", "600") as agent:
-        store = await process_of(agent.pid, "TCPStore of the round")
+        store = await process_of(agent.pid, "TCPStore of a round")
         os.kill(store, signal.SIGKILL)
         await agent.wait_for_line("round 2: .* the process that serves the round's TCPStore died")
         await agent.wait_for_line("round 2: started")
-        await poll_until(lambda: titled(agent.pid, "TCPStore of the round") not in ([], [store]))
+        await poll_until(lambda: titled(agent.pid, "TCPStore of a round") not in ([], [store]))
         agent.kill(signal.SIGTERM)
         assert await agent.code() == ExitCode.LEFT
         assert not [line for line in agent.lines if "round 3" in line or "Traceback" in line]

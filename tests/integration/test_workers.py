@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
-from tests.support.workers import TELL, WorkerRunner, next_exit
+from tests.support.workers import ANY_PROGRAM, TELL, WorkerRunner, next_exit, start_workers, workers_of
 from torchelastic.protocol.records import FailureKind
 
 if TYPE_CHECKING:
@@ -129,3 +133,20 @@ dist.all_reduce(total)
     assert (first.rank, first.cause.kind) == (1, FailureKind.PROGRAM)
     assert (second.rank, second.cause.kind) == (0, FailureKind.COMMUNICATION)
     assert "program.py:" in second.cause.message
+
+
+async def test_the_tcp_store_of_the_next_round_runs_before_the_round_begins() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        workers, host = workers_of(ANY_PROGRAM), listener.getsockname()
+        workers.tcp_store_listener = lambda: listener
+        async with workers:
+            early = await asyncio.to_thread(TCPStore, *host, timeout=timedelta(seconds=60))
+            early.set("early", "yes")
+            group = await start_workers(workers, {}, listener=listener)
+            assert group.tcp_store_process is not None
+            assert group.tcp_store_process.running
+            assert TCPStore(*host).get("early") == b"yes"
+            os.kill(group.tcp_store_process.pid, signal.SIGKILL)
+            await group.tcp_store_process.ended
+            with pytest.raises(RuntimeError):
+                early.get("early")

@@ -47,7 +47,7 @@ from torchelastic.rendezvous.policy.plan import CAUSE_WINDOW, REPORT_WINDOW, roo
 from torchelastic.store.client import connect_within
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 
     from torchelastic.agent.failures import WorkerExit
     from torchelastic.agent.workers.pool import Worker, WorkerGroup, Workers
@@ -141,6 +141,7 @@ class Agent:
             stack.enter_context(self._signals)
             try:
                 node = self._node = await self._make_node(stack, workers, metrics_port)
+                workers.tcp_store_listener = lambda: node.tcp_store_listener
                 self._socket = await stack.enter_async_context(
                     WorkerSocket(
                         workers.scratch,
@@ -272,6 +273,11 @@ class Agent:
         takes_part = self._node_id in round.nodes
         if takes_part:
             self._metrics.rendezvous_ended(succeeded=True)
+            self._ranks_without_step = {
+                round.first_rank(self._node_id) + each for each in range(self._settings.workers)
+            }
+            if self._broken_at is not None and self._recovery is None:  # a failure before the first step prolongs it
+                self._recovery = self._broken_at, round.reason
         else:
             self._metrics.rendezvous_began()
         warm_spare = self._settings.warm_spare and bool(round.members) and not takes_part
@@ -280,15 +286,10 @@ class Agent:
         if round.members and not takes_part and not warm_spare:
             await self._socket.leave_world(self._settings.rejoin_timeout)
             await self._stop_workers(self._settings.shutdown_timeout, signal.SIGTERM)
+            staying = []
+            self._socket.begin(round, {})
         else:
-            await self._stop_workers(self._settings.stop_timeout, stays=True)
-        staying = self._staying.staying if self._staying is not None and environments else []
-        of_staying = {worker.rank: environments[worker.local_rank] for worker in staying}
-        if self._settings.virtual_local_rank:
-            of_staying = {rank: {**environment, "LOCAL_RANK": "0"} for rank, environment in of_staying.items()}
-        self._socket.begin(round, of_staying)
-        for worker in staying:
-            worker.rank = int(environments[worker.local_rank]["RANK"])
+            staying = await self._keep_staying(began, environments)
         self._round = round
         self.failures = []
         self._began_at = time.monotonic()
@@ -308,9 +309,6 @@ class Agent:
             self._report_staying()
             return
         self._environments = environments
-        self._ranks_without_step = {int(env["RANK"]) for env in environments}
-        if self._broken_at is not None and self._recovery is None:  # a failure before the first step prolongs it
-            self._recovery = self._broken_at, round.reason
         self._history.enter(RunState.STARTING)
         try:
             with self._metrics.measured("LocalElasticAgent._start_workers"):
@@ -328,6 +326,27 @@ class Agent:
         stay = [worker.rank for worker in staying]
         started = [int(env["RANK"]) for env in environments if int(env["RANK"]) not in stay]
         logger.info(STARTED, round.number, ranks_in_words(started), round.world_size, log_format.staying(stay))
+
+    async def _keep_staying(self, began: RoundStarted, environments: Sequence[dict[str, str]]) -> list[Worker]:
+        """Send the workers that stay to the round, and stop the others; return those that stay."""
+        group, local_ranks = self._group or self._staying, self._staying_local_ranks()
+        staying = [] if group is None else [each for each in group.staying if each.local_rank in local_ranks]
+        if not (staying and environments):
+            await self._stop_workers(self._settings.stop_timeout, staying=local_ranks)
+            staying = []
+        of_staying = {worker.rank: environments[worker.local_rank] for worker in staying}
+        if self._settings.virtual_local_rank:
+            of_staying = {rank: {**environment, "LOCAL_RANK": "0"} for rank, environment in of_staying.items()}
+        if began.tcp_store_listener is not None:
+            with suppress(OSError):  # raised again when the TCPStore is started
+                began.tcp_store_listener.listen()
+        self._socket.begin(began.record, of_staying)
+        if staying:  # they do not wait for the others to be stopped
+            await self._stop_workers(self._settings.stop_timeout, staying=local_ranks)
+            staying = [] if self._staying is None else [*self._staying.staying]
+        for worker in staying:
+            worker.rank = int(environments[worker.local_rank]["RANK"])
+        return staying
 
     def _environments_in(self, round: RoundRecord, *, warm_spare: bool) -> list[dict[str, str]]:
         """Return the variables of each worker of this node in a round; none if it has no workers then."""
@@ -435,11 +454,11 @@ class Agent:
             await self._report_failure(root_cause(enumerate(self.failures)))
 
     async def _report_failure(self, failure: FailureRecord) -> None:
-        stay = {"staying": self._staying_local_ranks(), "has_state": self._socket.has_state}
-        self._node.report(failure.round, failure=failure, **stay)
+        staying = self._staying_local_ranks()
+        self._node.report(failure.round, failure=failure, staying=staying, has_state=self._socket.has_state)
         self._metrics.rendezvous_began()
         self._socket.break_world()
-        await self._stop_workers(self._settings.stop_timeout, stays=True)
+        await self._stop_workers(self._settings.stop_timeout, staying=staying)
 
     def _staying_local_ranks(self) -> tuple[int, ...]:
         group, ranks = self._group or self._staying, self._socket.staying
@@ -537,16 +556,12 @@ class Agent:
         number: signal.Signals | None = None,
         *,
         only_sessions: bool = False,
-        stays: bool = False,
+        staying: Collection[int] = (),
     ) -> None:
-        """Stop the workers of this node as :meth:`WorkerGroup.stop` does; a second signal ends the grace period.
-
-        With ``stays``, those that stay when the round changes continue, for the next round.
-        """
+        """Stop the workers of this node as :meth:`WorkerGroup.stop` does; a second signal ends the grace period."""
         group = self._group or self._staying
         if group is not None:
             self._history.enter(RunState.STOPPING)
-            staying = {each.local_rank for each in group.staying if stays and each.rank in self._socket.staying}
             with self._metrics.measured("LocalElasticAgent._stop_workers"):
                 stopping = group.stop(grace, number, only_sessions=only_sessions, staying=staying)
                 await self._signals.run_until_second_signal(stopping)

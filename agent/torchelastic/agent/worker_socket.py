@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from torchelastic.rendezvous.node import RendezvousNode
 
 _MAX_CHECK_SECONDS: Final = 60.0
+_EXIT_TIME: Final = 0.1
+"""Seconds from the end of a connection to a report of it: most often, its process exits, which is reported at once."""
+
 _PLANNED: Final = (RoundReason.NODE_JOINED, RoundReason.NODE_LEFT, RoundReason.RESIZED)
 _CAUSE_LIMIT: Final = 512
 """Maximum length of a cause in characters, so that a notice fits into a line of :data:`LINE_LIMIT` bytes."""
@@ -306,7 +309,7 @@ class WorkerSocket:
             if process in self._processes:
                 self._processes.discard(process)
                 self._left.set()
-                self.changed()
+                asyncio.get_running_loop().call_later(_EXIT_TIME, self.changed)
 
     def _take(self, message: WorkerMessage, process: _Process) -> None:
         if process not in self._processes:  # its round has ended

@@ -134,6 +134,7 @@ class CoordinatorP2P(Coordinator):
             self._control_timeout,
             self._handler.has_lost_members,
         )
+        self._group.gather()
 
     @profile()
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 - the interface
@@ -147,7 +148,7 @@ class CoordinatorP2P(Coordinator):
         try:
             nodes = self._handler.num_nodes_waiting()
         except RendezvousError as error:
-            raise NonRetryableException(f"{error}") from error
+            raise NonRetryableException(f"{error}") from None
         return self.any_rank(nodes > 0)
 
     def any_rank(self, value: bool) -> bool:
@@ -236,6 +237,7 @@ class _AgentRendezvous:
             raise RendezvousError("the agent announces no other world") from error
         self._is_first = False
         self._world.enter_context(WORLDS.world())
+        WORLDS.gather()
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
         return store, dist.get_rank(), dist.get_world_size()
 

@@ -168,11 +168,17 @@ class TCPStorePort:
         self._host = host
         self._ports = ports
         self._listeners = [listen(host, ports)]
+        self._round = 0
+
+    @property
+    def listener(self) -> socket.socket:
+        """The bound socket with the offered port."""
+        return self._listeners[-1]
 
     @property
     def port(self) -> int:
         """The offered port."""
-        port: int = self._listeners[-1].getsockname()[1]
+        port: int = self.listener.getsockname()[1]
         return port
 
     def renew(self) -> int:
@@ -184,11 +190,15 @@ class TCPStorePort:
         return self.port
 
     def take(self, round: RoundRecord, *, is_member: bool) -> socket.socket | None:
-        """Return the listener of a new round's TCPStore, or None if this node does not serve it; offer another port."""
+        """Return the listener of a round's TCPStore, and offer another port; None if this node does not serve it."""
         ports = [f"{bracketed(self._host)}:{listener.getsockname()[1]}" for listener in self._listeners]
+        missed, self._round = round.number != self._round + 1, round.number
+        if not is_member or round.tcp_store not in ports:
+            if missed:  # a round that this node has not received may have used the port
+                self.renew()
+            return None
         fresh = listen(self._host, self._ports, after=self.port)
-        serves = is_member and round.tcp_store in ports
-        taken = self._listeners.pop(ports.index(round.tcp_store)) if serves else None
+        taken = self._listeners.pop(ports.index(round.tcp_store))
         self.close()
         self._listeners = [fresh]
         return taken
@@ -384,6 +394,11 @@ class RendezvousNode:
             logger.info("the store is unreachable: the other nodes will notice when this node's connection closes")
 
     # -- the run
+
+    @property
+    def tcp_store_listener(self) -> socket.socket:
+        """The bound socket of the TCPStore that this node offers to serve in the next round."""
+        return self._tcp_store_port.listener
 
     async def _participate(self) -> None:
         async with asyncio.TaskGroup() as tasks:

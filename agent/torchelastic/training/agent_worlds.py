@@ -51,9 +51,9 @@ _TIMEOUT: Final = dt.timedelta(hours=1)
 _VARIABLES: Final = ("TORCHELASTIC_ROUND", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", STARTING_RANKS)
 """The variables that describe the place of a process in a round."""
 
-_READY: Final = "torchelastic/ready"
-_ALL_READY: Final = "torchelastic/all ready"
-"""The keys in the TCPStore that count the starting ranks that are ready to train, and that the last of them sets."""
+_READY: Final = "ready"
+_ALL_READY: Final = "all ready"
+"""The keys of the round that count the starting ranks that are ready to train, and that the last of them sets."""
 
 _LAST_COMMIT: Final = "last commit"
 """The key of a world's store with the number of the commit at which all ranks leave it."""
@@ -110,6 +110,11 @@ class _World:
     def address(self) -> tuple[str, int]:
         """The host and the port of the round's TCPStore; a spare has none."""
         return self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
+
+    @property
+    def prefix(self) -> str:
+        """The first part of the round's keys in its TCPStore."""
+        return f"torchelastic/{self.round}"
 
     def enter(self) -> None:
         """Set the variables of this process."""
@@ -211,10 +216,11 @@ class AgentWorlds:
             if not world.is_whole and self._next is None and not self.is_changing:
                 self._wait_in_thread(world.of_all())
         store = connect_to_store(*world.address, lambda: self.is_changing)
-        if world.starts and self._entries == 0 and store.add(_READY, 1) == len(world.starting):
-            store.set(_ALL_READY, "")
+        ready = PrefixStore(world.prefix, store)
+        if world.starts and self._entries == 0 and ready.add(_READY, 1) == len(world.starting):
+            ready.set(_ALL_READY, "")
         self._entries += 1
-        self._store = PrefixStore(f"torchelastic/{'all' if world.is_whole else 'staying'}/{self._entries}", store)
+        self._store = PrefixStore(f"{world.prefix}/{'all' if world.is_whole else 'staying'}/{self._entries}", store)
         self._commits = 0
         others = _OtherRanks(store)
 
@@ -238,7 +244,8 @@ class AgentWorlds:
 
         with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
             store = connect_to_store(*world.address, lambda: self._next is not world)
-            while not store.check([_ALL_READY]):  # wait() would print a warning when the TCPStore ends
+            ready = PrefixStore(world.prefix, store)
+            while not ready.check([_ALL_READY]):  # wait() would print a warning when the TCPStore ends
                 if self._next is not world:
                     return
                 time.sleep(_READY_INTERVAL)
@@ -249,6 +256,16 @@ class AgentWorlds:
                     self._store = PrefixStore("torchelastic/before", store)
                 self._is_ending = True
                 self._condition.notify_all()
+
+    def gather(self, *values: int) -> list[tuple[int, ...]] | None:
+        """Return the values that each rank of the world passes, in the order of the ranks; None without an agent.
+
+        All ranks call this before the first collective of each world.
+
+        Raises:
+            RuntimeError: a rank is lost; or the store of the world is.
+        """
+        return self._group.gather(*values) if self._is_formed else None
 
     @property
     def is_changing(self) -> bool:

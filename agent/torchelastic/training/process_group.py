@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
-_CREATED: Final = "torchelastic/process groups"
-"""The key of a round's TCPStore that counts the ranks that have created their groups."""
-
 _ARRIVED: Final = "torchelastic/arrived"
-_ALL_ARRIVED: Final = "torchelastic/all arrived"
-"""The keys that count the ranks that have arrived, and that the last one sets."""
+"""The first part of the keys that count the ranks that have arrived at a point, and that the last one sets."""
 
 _POLL_INTERVAL: Final = 0.001
 
@@ -81,6 +77,10 @@ class InterruptibleProcessGroup:
         self._own: frozenset[int] | None = None
         self._threads_before: frozenset[Path] = frozenset()  # those of gloo that serve other groups
         self._former: list[int] = []  # descriptors of the connections of the group that was destroyed last
+        self._store: Store
+        self._rank = self._world_size = 0
+        self._is_lost: Callable[[], bool] = lambda: False
+        self._meetings = 0  # in the store of the current group
 
     def create(
         self,
@@ -94,8 +94,8 @@ class InterruptibleProcessGroup:
     ) -> None:
         """Create the default group; and the control group, if the backend is not gloo.
 
-        The call returns when all ranks have created their groups. A rank that would be lost earlier could leave other
-        ranks without a connection that :meth:`interrupt` can shut down.
+        All ranks call :meth:`gather` next, which returns when they all have created their groups: a rank that would be
+        lost earlier could leave other ranks without a connection that :meth:`interrupt` can shut down.
 
         Raises:
             RuntimeError: the group cannot be created, for example because `is_lost` says that a rank is lost.
@@ -105,16 +105,13 @@ class InterruptibleProcessGroup:
         self._excepthook = sys.excepthook
         self._own = None
         self._threads_before = frozenset(_gloo_threads())
-        self._before = frozenset(inode for inode, _ in _connections())
+        self._before = frozenset(_sockets())
         if is_lost():  # before interrupt() could have an effect
             raise RuntimeError("a rank was lost before the process group was created")
+        self._store, self._rank, self._world_size, self._is_lost = store, rank, world_size, is_lost
+        self._meetings = 0
         # Gloo would wait for a rank that never arrives until the time-out, and interrupt() could not end that.
-        if store.add(_ARRIVED, 1) == world_size:
-            store.set(_ALL_ARRIVED, "")
-        while not store.check([_ALL_ARRIVED]):
-            if is_lost():
-                raise RuntimeError("a rank was lost before all ranks had arrived")
-            time.sleep(_POLL_INTERVAL)
+        self._meet()
         # Gloo would wait for a rank that is lost now until the time-out, and interrupt() could not end that.
         connect_timeout = min(_CONNECT_TIMEOUT + _CONNECT_TIMEOUT_OF_RANK * world_size, timeout)
         first_timeout = connect_timeout if backend == "gloo" else timeout
@@ -125,17 +122,37 @@ class InterruptibleProcessGroup:
             set_timeout = getattr(dist, "set_timeout", None)  # not in older versions of torch
             (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout)  # noqa: SLF001 - the older name
         self.control_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=control_timeout)
-        store.add(_CREATED, 1)
-        while store.add(_CREATED, 0) < world_size:
-            if is_lost():
-                raise RuntimeError("a rank was lost before all ranks had created the process group")
-            time.sleep(_POLL_INTERVAL)
+
+    def gather(self, *values: int) -> list[tuple[int, ...]]:
+        """Return the values that each rank passes, in the order of the ranks.
+
+        The ranks exchange them in the store, which takes less time than gloo's first collective.
+
+        Raises:
+            RuntimeError: a rank is lost; or the store is.
+        """
+        self._store.set(f"{_ARRIVED}/{self._meetings}/{self._rank}", " ".join(map(str, values)))
+        meeting = self._meet()
         self.close()
+        found = self._store.multi_get([f"{_ARRIVED}/{meeting}/{rank}" for rank in range(self._world_size)])
+        return [tuple(map(int, each.split())) for each in found]
+
+    def _meet(self) -> int:
+        """Wait until all ranks have called this method as often as this rank; return the number of earlier calls."""
+        meeting, self._meetings = self._meetings, self._meetings + 1
+        arrived = f"{_ARRIVED}/{meeting}"
+        if self._store.add(arrived, 1) == self._world_size:
+            self._store.set(f"{arrived}/all", "")
+        while not self._store.check([f"{arrived}/all"]):
+            if self._is_lost():
+                raise RuntimeError("a rank was lost before all ranks had arrived")
+            time.sleep(_POLL_INTERVAL)
+        return meeting
 
     def note_connections(self) -> None:
         """Note that connections which the process opens later do not belong to gloo. Only the first call counts."""
         if self._own is None and self._before is not None:
-            self._own = frozenset(inode for inode, _ in _connections()) - self._before
+            self._own = frozenset(_sockets()) - self._before
 
     def interrupt(self) -> None:
         """Make current and later collectives of this rank raise RuntimeError; another thread may call this."""
@@ -179,9 +196,13 @@ class InterruptibleProcessGroup:
 
     def _connections(self) -> Iterator[socket.socket]:
         """Yield a duplicate of the socket of each of gloo's connections."""
-        if (before := self._before) is not None:
-            for inode, connection in _connections():
-                if inode not in before if self._own is None else inode in self._own:
+        if (before := self._before) is None:
+            return
+        for inode, descriptor in _sockets().items():
+            if inode in before or (self._own is not None and inode not in self._own):
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if os.fstat(connection.fileno()).st_ino == inode and _may_be_of_gloo(connection):
                     yield connection
 
 
@@ -202,21 +223,26 @@ def _waits_for_data(thread: Path) -> bool:
     return len(call) > _TIMEOUT_OF_FUTEX and int(call[_TIMEOUT_OF_FUTEX], 16) != 0
 
 
-def _connections() -> Iterator[tuple[int, socket.socket]]:
-    """Yield the inode of each connection that may be gloo's, and a duplicate of its socket.
+def _sockets() -> dict[int, int]:
+    """Return the descriptors of this process's sockets by their inodes."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - pathlib takes several times as long, and ranks wait
+        with contextlib.suppress(OSError):  # closed meanwhile
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")  # noqa: PTH115 - likewise
+            if kind == "socket":
+                found[int(inode.strip("[]"))] = int(name)
+    return found
+
+
+def _may_be_of_gloo(connection: socket.socket) -> bool:
+    """Return whether a socket may be one of gloo's connections.
 
     Gloo sets SO_REUSEADDR and TCP_NODELAY on its connections; Python's clients do not, but servers of asyncio do. The
-    listener of gloo is not yielded, because gloo aborts the process if it is shut down.
+    listener of gloo is not one of them, because gloo aborts the process if it is shut down.
+
+    Raises:
+        OSError: it is not of TCP, or not connected.
     """
-    for path in Path("/proc/self/fd").iterdir():
-        try:
-            if not f"{path.readlink()}".startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(path.name))) as connection:
-                connection.getpeername()
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) and connection.getsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_NODELAY
-                ):
-                    yield os.fstat(connection.fileno()).st_ino, connection
-        except OSError:
-            continue  # not TCP, not connected, or closed meanwhile
+    connection.getpeername()
+    reuses = connection.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
+    return bool(reuses and connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))

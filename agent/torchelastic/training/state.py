@@ -12,7 +12,7 @@ from torchelastic.training.agent_worlds import WORLDS
 from torchelastic.training.collectives import Ranks
 from torchelastic.training.errors import NonRetryableException
 from torchelastic.training.nccl import IN_PLACE
-from torchelastic.training.nested import checksum, map_tensors
+from torchelastic.training.nested import checksum, is_sharded, map_tensors
 from torchelastic.training.notices import answer_notice, ask_for_notice, notice
 from torchelastic.training.progress import heartbeat, step
 from torchelastic.training.shards import sharded_tensors
@@ -190,11 +190,12 @@ class TorchState:
             NonRetryableException: NCCL is to be used in place, and there is no checkpointer.
         """
         ranks = self._ranks_with_nccl() if WORLDS.uses_nccl else Ranks()
-        # A rank that failed between the optimizer's step and its commit has parameters of no commit.
-        own = (self._kind, self.commits, int(not self._has_stepped), int(self._is_at_commit))
         # A rank that failed within a step may have other buffers than the others.
         rest = checksum(self._changed_by_forward()) if ranks.size > 1 and self._kind == _TRAINED else None
-        found = ranks.gather(*own, -1 if rest is None else rest)
+        # A rank that failed between the optimizer's step and its commit has parameters of no commit.
+        has_whole = int(not self._has_stepped)
+        own = (self._kind, self.commits, has_whole, int(self._is_at_commit), -1 if rest is None else rest)
+        found = WORLDS.gather(*own) or ranks.gather(*own)
         source = max(range(ranks.size), key=lambda rank: (found[rank][:4], -rank))
         kind, _, has_whole_step, is_at_commit, _ = found[source]
         is_alike = kind == _TRAINED and has_whole_step == 1 and len({each[:3] for each in found}) == 1
@@ -247,7 +248,18 @@ class TorchState:
         return Ranks.on_host()
 
     def _check_that_it_can_move(self) -> None:
-        if sharded_tensors(self.state_dict()):
+        import torch
+
+        found: list[Any] = []
+        others: list[Any] = []
+        for value in self._values.values():
+            if isinstance(value, torch.nn.Module):  # its state_dict() would take longer, while ranks wait
+                found += [*value.parameters(), *value.buffers()]
+            elif isinstance(value, torch.optim.Optimizer):
+                found += [each for state in value.state.values() if isinstance(state, dict) for each in state.values()]
+            else:
+                others.append(_saved(value))
+        if any(map(is_sharded, found)) or sharded_tensors(others):
             raise TypeError(
                 "The state is sharded, so it cannot move to another world: call init_process_group() before the "
                 "function of @elastic, and the workers restart from the last checkpoint."

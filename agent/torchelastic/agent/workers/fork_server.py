@@ -26,7 +26,7 @@ from torchelastic.errors import StartError
 from torchelastic.protocol.records import MAX_IMPORTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
 
     from torchelastic.agent.workers.processes import Child, Reaper
@@ -121,13 +121,25 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A process that imports torch and forks other processes, of which `spares` are kept ready."""
+    """A process that imports torch and forks other processes, of which `spares` are kept ready.
 
-    def __init__(self, reaper: Reaper, environment: Mapping[str, str], program: Program, *, spares: int) -> None:
+    `filled` is called each time when all of them are ready.
+    """
+
+    def __init__(
+        self,
+        reaper: Reaper,
+        environment: Mapping[str, str],
+        program: Program,
+        *,
+        spares: int,
+        filled: Callable[[], object] = lambda: None,
+    ) -> None:
         self._reaper = reaper
         self._environment = environment
         self._program = program
         self._wanted = spares
+        self._filled = filled
         self._spares: list[ForkedProcess] = []
         self._import_error: str | None = None
         self._learned: dict[str, Mapping[str, int] | None] = {}  # None: given up
@@ -214,8 +226,16 @@ class ForkServer:
             for process in taken:
                 process.connection.close()
             raise
-        self._refill.set()
+        self.refill()
         return taken
+
+    def take_spare(self) -> ForkedProcess | None:
+        """Return a spare process; None if there is none. Another one replaces it after the next :meth:`refill`."""
+        return next(iter(self._take_spares(1)), None)
+
+    def refill(self) -> None:
+        """Begin to make all spare processes ready again, after a while."""
+        self._refill.set()
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -265,6 +285,7 @@ class ForkServer:
                     self._start_if_dead()
                     self._spares = self._take_spares(len(self._spares))  # drops exited processes
                     self._spares += await self._fork_now(self._wanted - len(self._spares))
+                self._filled()
             await self._refill.wait()
             self._refill.clear()
             await asyncio.sleep(REFILL_DELAY)

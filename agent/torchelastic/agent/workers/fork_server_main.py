@@ -356,7 +356,7 @@ def _serve_tcp_store(listener: int, *, host: str, port: int) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # not listed in its __all__
 
     _store = TCPStore(host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listener)
-    set_title(["torchelastic: TCPStore of the round"])
+    set_title(["torchelastic: TCPStore of a round"])
     while True:
         signal.pause()
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from torchelastic.agent.worker_output import OutputConsumer, WorkerOutput
     from torchelastic.agent.worker_socket import WorkerSocket
+    from torchelastic.agent.workers.fork_server import ForkedProcess
     from torchelastic.agent.workers.processes import Child
     from torchelastic.config.settings import AgentSettings, Program
     from torchelastic.metrics.worker_collector import WorkerCollector, WorkerMetricMemory
@@ -268,6 +269,8 @@ class Workers:
 
     Attributes:
         fork_server: the process from which workers are forked.
+        tcp_store_listener: returns the bound socket of the TCPStore that the next round may use. A process serves it
+            already before the round, so that the workers that stay do not wait for it. None for no such process.
         scratch: a private folder, which is removed at the exit.
         metrics: the workers' metrics; None without ``--metrics-port``.
     """
@@ -281,6 +284,8 @@ class Workers:
         self._reaper = Reaper(owns_process=owns_process)
         self._stack = contextlib.AsyncExitStack()
         self._group: WorkerGroup | None = None
+        self.tcp_store_listener: Callable[[], socket.socket | None] = lambda: None
+        self._ahead: tuple[socket.socket, Child] | None = None  # the last listener that was served before its round
         self.scratch: Path
         self.metrics: WorkerCollector | None = None
 
@@ -347,7 +352,7 @@ class Workers:
             logger.warning("--preload has no effect: each worker starts a new interpreter, which imports everything.")
             program = dataclasses.replace(program, preload=())
         spares = 1 + self._settings.workers  # one for the TCPStore
-        server = ForkServer(self._reaper, self._base, program, spares=spares)
+        server = ForkServer(self._reaper, self._base, program, spares=spares, filled=self._serve_ahead)
         if not self._executed:
             server.expect(program_source.first_imports(program, tree))
         return server
@@ -415,7 +420,7 @@ class Workers:
         with contextlib.ExitStack() as stack:
             store = None
             if listener is not None:  # the TCPStore begins first, because workers that stay wait for it already
-                store = await self._start_tcp_store(listener)
+                store = self._take_ahead(listener) or await self._start_tcp_store(listener)
                 stack.callback(store.signal, signal.SIGKILL)
             outputs: list[WorkerOutput] = []
             variables: dict[int, dict[str, str]] = {}
@@ -499,6 +504,29 @@ class Workers:
 
     async def _start_tcp_store(self, listener: socket.socket) -> Child:
         (process,) = await self.fork_server.fork(1, complete=False)
+        return self._serve_tcp_store(process, listener)
+
+    def _serve_ahead(self) -> None:
+        """Let a spare process serve the TCPStore that the next round may use."""
+        listener, ahead = self.tcp_store_listener(), self._ahead
+        if listener is None or (ahead is not None and ahead[0] is listener and ahead[1].running):
+            return
+        if (process := self.fork_server.take_spare()) is not None:
+            with contextlib.suppress(StartError):  # the round starts its own process
+                self._ahead = listener, self._serve_tcp_store(process, listener)
+                if ahead is not None:
+                    ahead[1].signal(signal.SIGKILL)
+
+    def _take_ahead(self, listener: socket.socket) -> Child | None:
+        """Return the process that serves a listener already."""
+        if self._ahead is None or self._ahead[0] is not listener:
+            return None
+        (_, process), self._ahead = self._ahead, None
+        self.fork_server.refill()
+        process.begin()
+        return process if process.running else None
+
+    def _serve_tcp_store(self, process: ForkedProcess, listener: socket.socket) -> Child:
         try:
             listener.listen()
             host, port = listener.getsockname()[:2]
