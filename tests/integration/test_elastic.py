@@ -58,6 +58,7 @@ state = torchelastic.TorchState(
     scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10),
     data=DataLoader(dataset, batch_sampler=sampler),
     seen=0,
+    curve=[],
     checkpointer=torchelastic.Checkpointer(f"{folder}/checkpoints", every=10) if "checkpoints" in fault else None,
 )
 waiting = torchelastic.TorchState()
@@ -102,12 +103,16 @@ def train(state):
                 os.kill(os.getpid(), signal.SIGSTOP if "stopped" in fault else signal.SIGKILL)
             losses = (parallel(inputs) - targets).square()
             state.optimizer.zero_grad()
-            sampler.mean(losses).backward()
+            loss = sampler.mean(losses)
+            mean = loss.detach().clone()
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            loss.backward()
             if dies and "after" in fault and once("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             state.optimizer.step()
             state.scheduler.step()
             state.seen += 7
+            state.curve = [*state.curve, mean.item()]
             state.commit()
             if state.commits == 60:
                 break
@@ -117,7 +122,8 @@ if "first world" in fault and os.environ["RANK"] == "0" and once("killed"):
     os.kill(os.getpid(), signal.SIGKILL)
 train(state)
 parameters = [number for each in model.parameters() for number in each.flatten().tolist()]
-os.write(1, f"end {json.dumps([state.commits, state.seen, sampler.epoch, sampler.position, *parameters])}\\n".encode())
+result = [state.commits, state.seen, sampler.epoch, sampler.position, *state.curve, *parameters]
+os.write(1, f"end {json.dumps(result)}\\n".encode())
 '''
 
 
@@ -286,6 +292,79 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
             (tmp_path / "half").touch()
             assert await result_of(spare) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
             assert "round 4: started no rank of a world of 2; rank 1 stays" in spare.output
+
+
+STEPS = """
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import torchelastic
+
+torch.set_num_threads(1)
+folder = sys.argv[1]
+
+
+@torchelastic.elastic
+def train(state):
+    while True:
+        os.write(1, f"begins step {state.commits + 1} of {dist.get_world_size()}\\n".encode())
+        time.sleep(0.1)
+        end = torch.tensor(float(os.path.exists(f"{folder}/end")))
+        dist.all_reduce(end, dist.ReduceOp.MAX)
+        if end.item():
+            return
+        time.sleep(0.1 * dist.get_rank())  # a change becomes known to some ranks before this commit, to others after it
+        state.commit()
+
+
+saves = torchelastic.Checkpointer(f"{folder}/checkpoints", every=10**6) if "saves" in sys.argv else None
+train(torchelastic.TorchState(checkpointer=saves))
+"""
+
+
+def steps(agent: AgentProcess) -> dict[str, list[int]]:
+    """Return the steps that each rank of an agent has begun, in their order."""
+    found: dict[str, list[int]] = {}
+    for line in agent.lines:
+        if match := re.search(r"(\[rank \d\]) begins step (\d+)", line):
+            found.setdefault(match[1], []).append(int(match[2]))
+    return found
+
+
+async def test_no_step_is_repeated_when_nodes_join_and_leave(etcd: EtcdServer, tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(STEPS)
+    run = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--nproc-per-node=2", "--rdzv-conf=last_call_timeout=0.1", program, tmp_path)
+    async with AgentProcess(*arguments) as first:
+        await first.wait_for_line("begins step 3 of 2")
+        for _ in range(2):
+            async with AgentProcess(*arguments) as second:
+                here = len(first.lines)
+                await first.wait_for_line(r"begins step \d+ of 4", since=here)
+                second.kill(signal.SIGTERM)
+                await second.code()
+        (tmp_path / "end").touch()
+        assert await first.code() == 0, first.output
+    assert all(found == [*range(1, len(found) + 1)] for found in steps(first).values()), first.output
+
+
+async def test_an_agent_that_gets_sigterm_saves_the_last_step_first(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(STEPS)
+    arguments = ("--standalone", "--nproc-per-node=4", program, tmp_path, "saves")
+    async with AgentProcess(*arguments) as agent:
+        await agent.wait_for_line("begins step 3 of 4")
+        agent.kill(signal.SIGTERM)
+        await agent.code()
+    last = max(map(len, steps(agent).values()))
+    (tmp_path / "end").touch()
+    async with AgentProcess(*arguments) as again:
+        assert await again.code() == 0, again.output
+    ((begun,),) = {tuple(found) for found in steps(again).values()}
+    assert last - 1 <= begun <= last + 1, f"{agent.output}\n{again.output}"  # it may begin a step while it is stopped
 
 
 COPIES = """

@@ -55,6 +55,7 @@ def call_in_worlds(worlds: Worlds, function: Callable[[], _Result]) -> _Result:
         BaseException: any other exception of the function.
     """
     while True:
+        error = None
         try:
             with worlds.world():
                 result = function()
@@ -62,8 +63,8 @@ def call_in_worlds(worlds: Worlds, function: Callable[[], _Result]) -> _Result:
                 return result
         except WorldChanged as changed:
             traceback.clear_frames(changed.__traceback__)  # there is time now to free what the function has created
-            if not worlds.next(None):
-                raise RuntimeError("The agent has not announced the next world.") from None
-        except RuntimeError as error:
-            if not worlds.next(error):
-                raise
+        except RuntimeError as raised:
+            error = raised
+        # Outside of the blocks above, so that the traceback of an exception such as KeyboardInterrupt has only its own.
+        if not worlds.next(error):
+            raise error or RuntimeError("The agent has not announced the next world.")

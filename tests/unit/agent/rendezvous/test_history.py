@@ -245,6 +245,13 @@ def test_training_after_the_last_checkpoint_is_lost(clock: Clock) -> None:
     assert history.breakdown().lost == 9
 
 
+def test_nothing_is_lost_if_workers_stay(clock: Clock) -> None:
+    history = trained_with_checkpoint(clock)
+    commit(history, round(2, staying=1, starting=(1,)))
+    assert history.breakdown().lost == 0
+    assert [past.staying for past in history.record().rounds] == [0, 1]
+
+
 @pytest.mark.parametrize("member", [True, False], ids=["member", "new node"])
 def test_a_leader_without_step_reports_reads_the_training_time_from_the_store(clock: Clock, *, member: bool) -> None:
     first, successor = (History(CREATED, clock=clock) for _ in range(2))

@@ -137,6 +137,15 @@ def test_a_recovery_ends_with_the_first_step_and_the_agents_share_with_the_start
     assert "agents' share" not in read(report()).text
 
 
+def test_the_rounds_tell_how_many_workers_stayed() -> None:
+    rounds = (
+        PastRound(1, START, 2, 2, RoundReason.NODE_JOINED, ended=START + 10),
+        PastRound(2, START + 10, 2, 2, RoundReason.WORKER_FAILED, staying=1),
+    )
+    assert "stayed" in read(report(history=HistoryRecord(created=START, rounds=rounds))).text
+    assert "stayed" not in read(report(history=HistoryRecord(created=START, rounds=rounds[:1]))).text
+
+
 def test_a_job_that_reported_no_checkpoints_has_no_goodput() -> None:
     split = report().time_breakdown
     assert split is not None
