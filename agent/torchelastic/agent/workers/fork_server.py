@@ -230,7 +230,8 @@ class ForkServer:
         return taken
 
     def take_spare(self) -> ForkedProcess | None:
-        """Return a spare process; None if there is none. Another one replaces it after the next :meth:`refill`."""
+        """Return a spare process, which another one replaces after a while; None if there is none."""
+        self.refill()
         return next(iter(self._take_spares(1)), None)
 
     def refill(self) -> None:
