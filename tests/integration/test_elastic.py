@@ -15,7 +15,7 @@ from unittest.mock import ANY
 import pytest
 import pytest_asyncio
 
-from tests.support.agents import AgentProcess, WithoutSettings
+from tests.support.agents import AgentProcess, WithoutSettings, until_gone
 from tests.support.workers import poll_until
 
 if TYPE_CHECKING:
@@ -365,6 +365,60 @@ async def test_an_agent_that_gets_sigterm_saves_the_last_step_first(tmp_path: Pa
         assert await again.code() == 0, again.output
     ((begun,),) = {tuple(found) for found in steps(again).values()}
     assert last - 1 <= begun <= last + 1, f"{agent.output}\n{again.output}"  # it may begin a step while it is stopped
+
+
+STARTS_SLOWLY = """
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import torchelastic
+
+torch.set_num_threads(1)
+folder = sys.argv[1]
+if os.path.exists(f"{folder}/slow"):
+    print("starts slowly in", os.getpid())
+while os.path.exists(f"{folder}/slow"):
+    time.sleep(0.01)
+
+
+@torchelastic.elastic
+def train(state):
+    os.write(1, f"process {os.getpid()} in a world of {dist.get_world_size()}\\n".encode())
+    while True:
+        end = torch.tensor(float(os.path.exists(f"{folder}/end")))
+        dist.all_reduce(end, dist.ReduceOp.MAX)
+        if end.item():
+            return
+        time.sleep(0.01)
+        state.commit()
+
+
+train(torchelastic.TorchState(step=0))
+"""
+
+
+async def test_a_worker_that_still_starts_ends_when_another_one_gets_its_rank(etcd: EtcdServer, tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(STARTS_SLOWLY)
+    run = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    arguments = (*run, "--max-restarts=3", "--rdzv-conf=lease=1", program, tmp_path)
+    async with AgentProcess("--nproc-per-node=1", *arguments) as first:
+        await first.wait_for_line("in a world of 1")
+        async with AgentProcess("--nproc-per-node=2", *arguments) as second:
+            worlds = [await second.wait_for_line(rf"rank {rank}\] process (\d+) in a world of 3") for rank in (1, 2)]
+            (tmp_path / "slow").touch()
+            os.kill(int(worlds[0][1]), signal.SIGKILL)
+            starting = await second.wait_for_line(r"starts slowly in (\d+)")
+            here = len(second.lines)
+            first.kill()
+            await until_gone(int(starting[1]))
+            (tmp_path / "slow").unlink()
+            await second.wait_for_line(rf"process {worlds[1][1]} in a world of 2", since=here)
+            (tmp_path / "end").touch()
+            assert await second.code() == 0, second.output
 
 
 COPIES = """

@@ -30,7 +30,7 @@ from torchelastic.protocol.records import (
     SizeRecord,
     StateRecord,
 )
-from torchelastic.rendezvous.node import RendezvousNode, RoundStarted
+from torchelastic.rendezvous.node import RendezvousNode, RoundStarted, TCPStorePort
 from torchelastic.rendezvous.peer_connection import ProbeResult
 from torchelastic.store.memory import MemoryStore
 
@@ -294,6 +294,21 @@ async def test_a_node_offers_another_port_to_another_cluster(cluster_id: str) ->
         await asyncio.sleep(0.01)
         await node.inner.registration.flush()
         assert (await offered() != before) == (cluster_id == "2")
+
+
+def test_a_port_that_a_missed_round_may_have_used_is_not_offered_again() -> None:
+    with closing(TCPStorePort("127.0.0.1", None)) as offer:
+        first = offer.port
+        elsewhere = RoundRecord(number=1, tcp_store="127.0.0.2:1")
+        assert offer.take(elsewhere, is_member=True) is None
+        assert offer.port == first, "no round has used it"
+        assert offer.take(msgspec.structs.replace(elsewhere, number=3), is_member=True) is None
+        second = offer.port
+        assert second != first
+        own = RoundRecord(number=4, tcp_store=f"127.0.0.1:{second}")
+        with closing(cast("socket.socket", offer.take(own, is_member=True))) as listener:
+            assert listener.getsockname()[1] == second
+            assert offer.port not in {first, second}
 
 
 class LateNodes:
