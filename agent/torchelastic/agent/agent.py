@@ -195,8 +195,12 @@ class Agent:
         """The number of the last round, and the ranks of this node's workers in it; None if it has none in it."""
         if (round := self._round) is None or self._node_id not in round.nodes:
             return None
+        return round.number, self._ranks_in(round)
+
+    def _ranks_in(self, round: RoundRecord) -> range:
+        """Return the ranks of this node's workers in a round in which it takes part."""
         first = round.first_rank(self._node_id)
-        return round.number, range(first, first + self._settings.workers)
+        return range(first, first + self._settings.workers)
 
     @property
     def world_size(self) -> int:
@@ -273,9 +277,7 @@ class Agent:
         takes_part = self._node_id in round.nodes
         if takes_part:
             self._metrics.rendezvous_ended(succeeded=True)
-            self._ranks_without_step = {
-                round.first_rank(self._node_id) + each for each in range(self._settings.workers)
-            }
+            self._ranks_without_step = {*self._ranks_in(round)}
             if self._broken_at is not None and self._recovery is None:  # a failure before the first step prolongs it
                 self._recovery = self._broken_at, round.reason
         else:

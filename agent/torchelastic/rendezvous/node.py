@@ -159,9 +159,9 @@ def failure_of_node(round: RoundRecord, node: str, *, message: str, kind: Failur
 class TCPStorePort:
     """The port on which this node offers to serve the TCPStore of the next round.
 
-    Each offer is for one round. If the run's store may have lost a round that used the port, :meth:`renew` offers
-    another. Unless a port range limits the ports, the previous port stays open, because a leader may have chosen it
-    just before.
+    A port serves one round. An offer remains until a round uses it. If this node has missed a round that may have used
+    it, or if the run's store may have lost such a round, :meth:`renew` offers another port. Unless a port range limits
+    the ports, the previous port stays open, because a leader may have chosen it just before.
     """
 
     def __init__(self, host: str, ports: PortRange | None) -> None:
