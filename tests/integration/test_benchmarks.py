@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 300.0
 FLOOR = "" if os.environ.get("ELASTICJOB_TEST_TORCH") == "oldest" else "'torch alone'"  # needs torch 2.14
 ONCE = "--settle=0 --limit=120"
-KILLED = "worker killed inside a collective, 3 ranks: survivors' all-reduce"
+KILLED = "worker killed inside a collective, 4 ranks: survivors' all-reduce"
+OTHER_FAULTS = "--settle=1 --limit=120 --only=hang --only=spare --ranks=4"
+PLANNED = "--settle=1 --limit=120 --only=join --only=leave --only=broadcast --only=checkpoint --gigabytes=0.1"
 
 
 def command(benchmark: str, *arguments: str) -> list[str]:
@@ -91,7 +93,9 @@ def test_a_seed_selects_the_faults() -> None:
         ("memory", "--settle=0", "PSS of an agent and 4 workers"),
         ("metrics", "--steps=20 --limit=120", "scrape of 10,000 series"),
         ("first_step", "--limit=120 --only=run", "elasticjob run digits.yaml"),
-        ("training", f"{ONCE} --only=kill --where=inside --only=commit --ranks=3 --baselines {FLOOR}", KILLED),
+        ("training", f"{ONCE} --only=kill --where=inside --only=commit --ranks=4 --baselines {FLOOR}", KILLED),
+        ("training", f"{OTHER_FAULTS} --baselines", "agent killed, with a spare: steps repeated"),
+        ("training", f"{PLANNED} --baselines", "second agent leaves: steps repeated"),
         ("launcher", "--limit=120 --only=launch --only=killed --baselines", "second launch in one program"),
     ],
 )
@@ -101,9 +105,11 @@ def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, 
     assert name in by_name
     for each in by_name.values():
         assert each["ours"]["samples"]
+        if each["unit"] == "steps":
+            assert max(each["ours"]["samples"]) <= each["wanted"]["ours_at_most"], each
         if each["baseline"] is not None:
             assert len([*each["baseline"]["samples"], *each["baseline"]["never"]]) == 1
-    medians = document.get("medians (s)", ())
+    medians = [row for row in document.get("medians (s)", ()) if row["case"].startswith("worker killed")]
     compared = {row["launcher"] for row in medians if row["survivors' all-reduce, ratio"]}
     assert compared == {row["launcher"] for row in medians}
     for row in document.get("next training step and agents' share", ()):
