@@ -445,7 +445,7 @@ class _OtherRanks:
     """Looks from time to time for ranks that form their process group themselves: those never arrive in the world."""
 
     def __init__(self, store: TCPStore) -> None:
-        self._keys = getattr(store, "list_keys", list)  # not in older versions of torch
+        self._keys = getattr(store, "list_keys", list)  # since torch 2.10
         self._due = time.monotonic() + _OTHERS_INTERVAL
 
     def check(self) -> None:
