@@ -31,7 +31,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag != "meta":
+        if tag not in {"meta", "br"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -137,13 +137,16 @@ def test_a_recovery_ends_with_the_first_step_and_the_agents_share_with_the_start
     assert "agents' share" not in read(report()).text
 
 
-def test_the_rounds_tell_how_many_workers_stayed() -> None:
+def test_the_rounds_tell_how_many_workers_stayed_and_that_ranks_began_at_different_steps() -> None:
     rounds = (
         PastRound(1, START, 2, 2, RoundReason.NODE_JOINED, ended=START + 10),
-        PastRound(2, START + 10, 2, 2, RoundReason.WORKER_FAILED, staying=1),
+        PastRound(2, START + 10, 2, 2, RoundReason.WORKER_FAILED, staying=1, first_steps=(0, 120)),
     )
-    assert "stayed" in read(report(history=HistoryRecord(created=START, rounds=rounds))).text
-    assert "stayed" not in read(report(history=HistoryRecord(created=START, rounds=rounds[:1]))).text
+    both = read(report(history=HistoryRecord(created=START, rounds=rounds))).text
+    first = read(report(history=HistoryRecord(created=START, rounds=rounds[:1]))).text
+    for said in ("stayed", "the ranks began at different steps, from 0 to 120"):
+        assert said in both
+        assert said not in first
 
 
 def test_a_job_that_reported_no_checkpoints_has_no_goodput() -> None:
