@@ -213,9 +213,10 @@ class AgentWorlds:
                 self._current = _World(own).of_staying()
                 self._current.enter()
             world = self._current
-            if not world.is_whole and self._next is None and not self.is_changing:
-                self._wait_in_thread(world.of_all())
         store = connect_to_store(*world.address, lambda: self.is_changing)
+        with self._condition:
+            if not world.is_whole and self._next is None and not self.is_changing:
+                self._wait_in_thread(world.of_all(), store)
         ready = PrefixStore(world.prefix, store)
         if world.starts and self._entries == 0 and ready.add(_READY, 1) == len(world.starting):
             ready.set(_ALL_READY, "")
@@ -234,21 +235,23 @@ class AgentWorlds:
         self._group.create(backend, self._store, world.rank, world.size, _TIMEOUT, _TIMEOUT, is_lost)
         self._is_formed = True
 
-    def _wait_in_thread(self, world: _World) -> None:
-        """Let a world follow the current one when its starting ranks are ready."""
+    def _wait_in_thread(self, world: _World, store: TCPStore | None = None) -> None:
+        """Let a world follow the current one when its starting ranks are ready, according to the store of its round."""
         self._next = world
-        run_in_thread(self._wait_for_starting, world)
+        run_in_thread(self._wait_for_starting, world, store)
 
-    def _wait_for_starting(self, world: _World) -> None:
+    def _wait_for_starting(self, world: _World, store: TCPStore | None) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not listed in its __all__
 
         with contextlib.suppress(RuntimeError):  # the TCPStore of the round has ended
-            store = connect_to_store(*world.address, lambda: self._next is not world)
+            store = store or connect_to_store(*world.address, lambda: self._next is not world)
             ready = PrefixStore(world.prefix, store)
-            while not ready.check([_ALL_READY]):  # wait() would print a warning when the TCPStore ends
+            is_ready = False
+            while not is_ready:
+                time.sleep(_READY_INTERVAL)  # the ranks that stay form their group first, on the same CPUs
                 if self._next is not world:
                     return
-                time.sleep(_READY_INTERVAL)
+                is_ready = ready.check([_ALL_READY])  # wait() would print a warning when the TCPStore ends
             with self._condition:
                 if self._next is not world or self._current is None:
                     return
