@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.agents import TIMEOUT, AgentProcess
+from tests.support.isolation import mounts
 from tests.support.workers import poll_until
+from torchelastic.protocol.pod import Env
+from torchelastic.protocol.worker import MEMORY, WORKER_SOCKET
 
 if TYPE_CHECKING:
     from tests.support.etcd import EtcdServer
@@ -83,6 +86,83 @@ def test_a_writer_that_is_killed_anywhere_loses_no_checkpoint(tmp_path: Path) ->
     found = re.fullmatch(r"(\d+) writers, the last one ended with 0, and left 4 files\n", ended.stdout)
     assert found, ended
     assert int(found[1]) > 50
+
+
+DISK = """
+import logging, os, subprocess, sys
+from pathlib import Path
+import torch
+import torchelastic
+from torchelastic.protocol.worker import MEMORY
+
+disk, how = Path(sys.argv[1]), sys.argv[2]
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+
+def load():
+    checkpointer = torchelastic.Checkpointer(memory_every=1)  # in memory if there is an agent
+    print("loaded", (checkpointer.load() or {"step": 0})["step"])
+    return checkpointer
+
+def save(checkpointer, step):
+    before = {path.name for path in disk.rglob("*checkpoint-*")}  # with remains of a write
+    assert checkpointer.save(step, {"step": step, "weight": torch.full((10_000,), float(step))})
+    checkpointer.wait()
+    written = {path.name for path in disk.rglob("*checkpoint-*")} - before
+    assert len(written) in (0, 2)
+    print("wrote" if written else "lost", step)
+
+def mount(option):
+    subprocess.run(["mount", "-o", f"remount,{option}", disk], check=True)
+
+def begin_fault():
+    if how == "read-only":
+        mount("ro")
+    else:
+        state, page = next(disk.rglob("*.pt")).stat().st_size, os.sysconf("SC_PAGE_SIZE")
+        left = {"no space": 0, "for a part": 1, "for all but the manifest": -(-state // page)}[how]
+        (disk / "other").write_bytes(bytes((os.statvfs(disk).f_bavail - left) * page))
+
+def end_fault():
+    mount("rw") if how == "read-only" else (disk / "other").unlink()
+
+(disk / MEMORY).mkdir()
+checkpointer = load()
+save(checkpointer, 1)
+begin_fault()
+save(checkpointer, 2)
+save(checkpointer, 3)
+checkpointer = load()
+save(checkpointer, 4)
+end_fault()
+save(checkpointer, 5)
+load()
+"""
+
+
+@pytest.mark.parametrize("how", ["no space", "for a part", "for all but the manifest", "read-only"])
+@pytest.mark.parametrize("place", ["folder", "memory"])
+def test_training_goes_on_while_a_disk_is_full_or_read_only_and_saves_afterwards(
+    tmp_path: Path, place: str, how: str
+) -> None:
+    variables = {"folder": (Env.CHECKPOINT_DIR, tmp_path), "memory": (WORKER_SOCKET, tmp_path / "socket")}
+    name, value = variables[place]
+    on_disk = (*mounts(), "sh", "-c", 'mount -t tmpfs -o size=400k none "$0" && exec "$@"', tmp_path)
+    command = [*on_disk, sys.executable, "-c", DISK, tmp_path, how]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", name: str(value)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    folder = tmp_path / MEMORY / "checkpoints" if place == "memory" else tmp_path
+    reason = "[Errno 30] Read-only file system" if how == "read-only" else "[Errno 28] No space left on device"
+    unwritten = (
+        f"The checkpoint of step {{}} was not written to {folder}, and training continues "
+        f"(this is said once until one is written): {reason}"
+    )
+    # The token's file is empty in memory, and fits into any disk.
+    reserves = how != "read-only" and (place == "memory" or how != "no space")
+    unreserved = [] if reserves else [f"No checkpoint can be written to {folder}, and training continues: {reason}"]
+    assert re.sub(r": '.*'", "", ended.stdout).splitlines() == [  # without the name of the file
+        *("loaded 0", "wrote 1", unwritten.format(2), "lost 2", "lost 3"),
+        *(*unreserved, "loaded 1", unwritten.format(4), "lost 4", "wrote 5", "loaded 5"),
+    ], ended
 
 
 RANKS = """

@@ -11,8 +11,10 @@ import torch
 
 import torchelastic
 from tests.support.agents import AgentProcess
+from tests.support.isolation import mounts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 pytestmark = pytest.mark.integration
@@ -90,11 +92,11 @@ dist.destroy_process_group()
 """
 
 
-async def run(folder: Path, ranks: int, until: int, *arguments: str, code: int = 0) -> str:
+async def run(folder: Path, ranks: int, until: int, *arguments: str, code: int = 0, within: Sequence[str] = ()) -> str:
     """Train with a number of ranks until a step, and return the output."""
     (program := folder / "train.py").write_text(PROGRAM)
     flags = ("--standalone", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1", "--max-restarts=0")
-    async with AgentProcess(*flags, program, folder / "checkpoints", f"{until}", *arguments) as agent:
+    async with AgentProcess(*flags, program, folder / "checkpoints", f"{until}", *arguments, within=within) as agent:
         assert await agent.code() == code, agent.output
         return agent.output
 
@@ -128,6 +130,16 @@ async def test_a_damaged_part_leads_to_the_checkpoint_before(tmp_path: Path) -> 
         step = int(before.name.split("-")[2])  # not always 2: training does not wait for the disk
         assert beginnings(output) == [f"rank {rank} begins at step {step}" for rank in range(ranks)]
         assert output.count("cannot be loaded") == (damage != "without a manifest")
+
+
+async def test_ranks_continue_from_a_read_only_folder(tmp_path: Path) -> None:
+    await run(tmp_path, 2, 3)
+    newest = max(path.name.split("-")[2] for path in (tmp_path / "checkpoints").glob("checkpoint-*.json"))
+    read_only = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    output = await run(tmp_path, 2, 6, within=(*mounts(), "sh", "-c", read_only, f"{tmp_path}/checkpoints"))
+    assert beginnings(output) == [f"rank {rank} begins at step {int(newest)}" for rank in range(2)]
+    assert output.count("No checkpoint can be written to") == 1
+    assert output.count("was not written to") == 2, "each rank writes a part, and says once that it cannot"
 
 
 LAYOUTS = """

@@ -88,6 +88,7 @@ class CheckpointFiles:
         self.folder: str = path.rstrip("/")
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._of_pod = of_pod and self.folder.rpartition("/")[2].isdecimal()
+        self._failure: tuple[type[Exception], int | None] | None = None
 
     def checkpoints(self) -> list[CheckpointName]:
         """Return the checkpoints that have all their manifests, each of their ranks by itself; they may be damaged.
@@ -243,10 +244,16 @@ class CheckpointFiles:
                 file.write(msgspec.json.encode(manifest))
             if self._is_local:
                 sync_to_disk(Path(name.folder))
+            self._failure = None
         except BaseException:
             with contextlib.suppress(Exception):
                 self._delete(name)
             raise
+
+    def is_new(self, error: Exception) -> bool:
+        """Remember the error of a write, and return whether the write before had no error of this kind."""
+        before, self._failure = self._failure, (type(error), getattr(error, "errno", None))
+        return self._failure != before
 
     def delete_old(self, keep: int, writer: CheckpointName, damaged: Collection[CheckpointName]) -> None:
         """Delete what no reader needs: old checkpoints, the remains of interrupted writes, and reserved tokens.

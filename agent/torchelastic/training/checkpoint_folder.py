@@ -109,8 +109,12 @@ class CheckpointFolder:
             try:
                 self.files.write(name, copied, parts)
             except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
-                message = "The checkpoint of step %d was not written, and training continues: %s"
-                logger.warning(message, name.step, error)
+                message = (
+                    "The checkpoint of step %d was not written to %s, and training continues "
+                    "(this is said once until one is written): %s"
+                )
+                if self.files.is_new(error):
+                    logger.warning(message, name.step, name.folder, error)
                 return
             self._written_step = name.step
             report.done()

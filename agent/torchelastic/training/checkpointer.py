@@ -127,8 +127,8 @@ class Checkpointer:
             raise SettingsError("The state is sharded, and memory_every is for states that all ranks have alike.")
         with self._join() as ranks:
             if folder is not None and own:
-                sees_all = all(sees for (sees,) in ranks.gather(folder.files.sees_mark(self._token, self._mark)))
-                if not sees_all:
+                sees = [each for (each,) in ranks.gather(folder.files.sees_mark(self._token, self._mark))]
+                if sees[0] and not all(sees):  # rank 0 has no mark if its disk is full or read-only
                     raise SettingsError(
                         f"Not all ranks see {folder.files.folder}: a sharded state needs a shared folder."
                     )
@@ -271,15 +271,17 @@ class Checkpointer:
 
     def _reserve(self, token: int, mark: bytes) -> int:
         """Reserve a token, or a higher one, in the folder that other runs may share; return it."""
-        with _unless_unwritable():
-            while self._folder is not None and not self._folder.files.reserve(token, mark):
-                token += 1
+        if (folder := self._folder) is not None:
+            with _unless_unwritable(folder):
+                while not folder.files.reserve(token, mark):
+                    token += 1
         return token
 
     def _reserve_memory(self, token: int) -> None:
         """Write into the memory of this node, if no other rank does."""
         if self._memory is not None:
-            with _unless_unwritable():
+            self._memory.is_writer = os.environ.get("LOCAL_RANK", "0") == "0"  # if no rank can write at present
+            with _unless_unwritable(self._memory):
                 self._memory.is_writer = self._memory.files.reserve(token, b"")
             if self._rank == 0:
                 self._server.begin()
@@ -368,11 +370,11 @@ class Checkpointer:
 
 
 @contextlib.contextmanager
-def _unless_unwritable() -> Iterator[None]:
+def _unless_unwritable(folder: CheckpointFolder) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
-        logger.warning("No checkpoint can be written, and training continues: %s", error)
+        logger.warning("No checkpoint can be written to %s, and training continues: %s", folder.files.folder, error)
 
 
 def _load(file: BinaryIO) -> dict[str, Any]:

@@ -165,7 +165,9 @@ def _receive_newer(
         except (ConnectionError, TimeoutError):
             raise
         except (OSError, ValueError) as error:
-            logger.warning("The copy of step %d is not kept on this spare node: %s", manifest.step, error)
+            if files.is_new(error):
+                message = "The copy of step %d is not kept on this spare node in %s: %s"
+                logger.warning(message, manifest.step, files.folder, error)
         return manifest.token, manifest.step
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import errno
 import os
 import resource
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ import torchelastic
 from torchelastic.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -104,24 +107,41 @@ def test_a_training_does_not_begin_again_if_all_its_checkpoints_are_damaged(tmp_
         start(tmp_path)
 
 
-def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpointer = saved(tmp_path, 1)
-    before = set(tmp_path.iterdir())
+@contextlib.contextmanager
+def unwritable(cause: int) -> Iterator[None]:
+    """Let each write of a checkpoint fail with an error number within the block.
+
+    Few machines have a file system with quotas, so fsync(), in which NFS reports them, stands for one.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # the state has 4,000 bytes
-    try:
-        assert checkpointer.save(2, state_of(2))
-        checkpointer.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.MonkeyPatch.context() as patch:
+        if cause == errno.EFBIG:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))  # the state has 4,000 bytes
+        else:
+            patch.setattr(os, "fsync", Mock(side_effect=OSError(cause, os.strerror(cause))))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_training_goes_on_when_checkpoints_cannot_be_written_and_each_new_cause_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = saved(tmp_path, 1)
+    causes = {2: errno.EFBIG, 3: errno.EFBIG, 4: errno.EDQUOT, 5: errno.EDQUOT, 6: None, 7: errno.EDQUOT}
+    for step, cause in causes.items():
+        before = set(tmp_path.iterdir())
+        with unwritable(cause) if cause else contextlib.nullcontext():
+            assert checkpointer.save(step, state_of(step))
+            checkpointer.wait()
+        assert (set(tmp_path.iterdir()) == before) == bool(cause)
+        assert start(tmp_path)[1] == (1 if step < 6 else 6)
     assert caplog.messages == [
-        "The checkpoint of step 2 was not written, and training continues: [Errno 27] File too large"
+        f"The checkpoint of step {step} was not written to {tmp_path}, and training continues "
+        f"(this is said once until one is written): [Errno {cause}] {os.strerror(cause)}"
+        for step, cause in ((2, errno.EFBIG), (4, errno.EDQUOT), (7, errno.EDQUOT))
     ]
-    assert set(tmp_path.iterdir()) == before
-    assert start(tmp_path)[1] == 1
-    checkpointer.save(3, state_of(3))
-    checkpointer.close()
-    assert len(list(tmp_path.glob("*.pt"))) == 2
 
 
 def test_training_goes_on_without_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +151,7 @@ def test_training_goes_on_without_a_folder(tmp_path: Path, caplog: pytest.LogCap
     with checkpointer:
         assert checkpointer.save(1, state_of(1))
     assert len(caplog.messages) == 2
-    assert all("training continues: [Errno" in message for message in caplog.messages)
+    assert all(f"written to {tmp_path}/file, and training continues" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("before", [(), (1, 2)])

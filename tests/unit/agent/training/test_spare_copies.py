@@ -117,10 +117,30 @@ def test_a_damaged_copy_is_a_warning_and_later_ones_are_received(
     file = spare.save(1)
     file.write_bytes(file.read_bytes()[::-1])
     spare.begin()
-    eventually(lambda: "The copy of step 1 is not kept on this spare node: its SHA-256 is not" in caplog.text)
+    eventually(lambda: f"step 1 is not kept on this spare node in {spare.copies}: its SHA-256 is not" in caplog.text)
     spare.save(2)
     eventually(lambda: spare.has(2))
     torch.testing.assert_close(spare.loaded(), {"weight": torch.full((1000,), 2.0)})
+
+
+def test_a_spare_that_cannot_keep_copies_says_so_once(spare: Spare, caplog: pytest.LogCaptureFixture) -> None:
+    spare.copies.touch()  # a file in the place of the folder
+    spare.save(1)
+    host, port, secret = spare.server()
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        spare.store.set(SERVER, f"127.0.0.1 {between.getsockname()[1]} {secret}")
+        spare.begin()
+        tried = 0
+        while tried < 2:
+            connection, _ = between.accept()
+            with connection, socket.create_connection((host, port)) as server:
+                request = connection.recv(4096)
+                tried = int(request.split()[2])  # the newest copy that the spare has tried to keep
+                spare.member.save(tried + 1, {"weight": torch.zeros(1000)})
+                spare.member.wait()
+                server.sendall(request)
+                connection.sendall(b"".join(iter(lambda: server.recv(2**20), b"")))
+    assert caplog.text.count("is not kept on this spare node") == 1
 
 
 def test_a_stranger_without_the_secret_gets_nothing(spare: Spare) -> None:
