@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from unittest.mock import ANY
 
 import pytest
@@ -17,9 +18,11 @@ import pytest_asyncio
 
 from testbed.availability import EXHAUSTIVE
 from tests.support.agents import AgentProcess, WithoutSettings, until_gone
+from tests.support.seeds import SEED_VARIABLE, explained, seeds
 from tests.support.workers import poll_until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tests.support.etcd import EtcdServer
@@ -27,13 +30,18 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 PROGRAM = '''
-"""Trains for 60 steps; after 30 steps, the ranks wait together until the file "half" exists."""
+"""Trains for 60 steps; after 30 steps, or the numbers of steps in the arguments, the ranks wait for a file of the test.
+
+The world can change until the file exists. While it contains "hold", it cannot. If it contains the id of a process and
+a point in the step, the process kills itself there.
+"""
 
 import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,10 +50,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchelastic
 
-folder, fault = sys.argv[1:3]
+folder, fault, *pauses = sys.argv[1:]
 torch.set_num_threads(1)
 features = torch.randn(100, 8, generator=torch.Generator().manual_seed(1))
-dataset = TensorDataset(features, features.sum(dim=1, keepdim=True))
+dataset = TensorDataset(features, features.sum(dim=1, keepdim=True), torch.arange(100))
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 if "RANK" not in os.environ or os.environ["RANK"] == "0":  # the other ranks take the parameters of rank 0
     torch.manual_seed(0)
@@ -56,9 +64,10 @@ sampler = torchelastic.ElasticSampler(dataset, batch_size=7)
 state = torchelastic.TorchState(
     model=model,
     optimizer=optimizer,
-    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10),
+    scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9),
     data=DataLoader(dataset, batch_sampler=sampler),
     seen=0,
+    uses=torch.zeros(4, 100),  # of each sample in each epoch
     curve=[],
     checkpointer=torchelastic.Checkpointer(f"{folder}/checkpoints", every=10) if "checkpoints" in fault else None,
 )
@@ -71,6 +80,17 @@ def once(name):
         return open(f"{folder}/{name}", "x").close() is None
     except FileExistsError:
         return False
+
+
+def order():
+    """Return what the test has written for the current step; None if it has written nothing."""
+    file = Path(f"{folder}/after {state.commits}")
+    return file.read_text() if f"{state.commits}" in (pauses or ["30"]) and file.exists() else None
+
+
+def die_if_ordered(point):
+    if order() == f"{os.getpid()} {point}":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def form_world(*args, form=dist.init_process_group, **kwargs):
@@ -88,15 +108,19 @@ def train(state):
     os.write(1, f"world of {size}, rank {rank}, commits {state.commits}, pid {os.getpid()}\\n".encode())
     parallel = DistributedDataParallel(state.model)
     while state.commits < 60:
-        for inputs, targets in state.data:
-            half = torch.zeros(1)
-            if state.commits == 30:
-                print("waits at half")
-            while state.commits == 30 and not half.item():
-                half[0] = os.path.exists(f"{folder}/half")
-                dist.all_reduce(half, op=dist.ReduceOp.MIN)
+        for inputs, targets, samples in state.data:
+            told = torch.ones(1)
+            if f"{state.commits}" in (pauses or ["30"]):
+                print(f"waits after {state.commits} steps in a world of {size}, pid {os.getpid()}")
+                told[0] = 0
+            while not told.item():
+                told[0] = order() is not None
+                dist.all_reduce(told, op=dist.ReduceOp.MIN)
                 waiting.commit()  # changes of the world take effect here
                 time.sleep(0.005)
+            while order() == "hold":
+                time.sleep(0.005)
+            die_if_ordered("before the reduction")
             if fault == "wrong" and state.commits == 5:
                 torch.zeros(2) + torch.zeros(3)
             dies = state.commits == 17 and rank == size - 1
@@ -107,12 +131,18 @@ def train(state):
             loss = sampler.mean(losses)
             mean = loss.detach().clone()
             dist.all_reduce(mean, dist.ReduceOp.AVG)
+            uses = torch.zeros(4, 100)
+            uses[sampler.epoch, samples] = (sampler.mean(torch.ones(len(samples))) > 0).float()
+            dist.all_reduce(uses)
             loss.backward()
+            die_if_ordered("after the reduction")
             if dies and "after" in fault and once("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             state.optimizer.step()
             state.scheduler.step()
+            die_if_ordered("after the optimizer's step")
             state.seen += 7
+            state.uses = state.uses + uses
             state.curve = [*state.curve, mean.item()]
             state.commit()
             if state.commits == 60:
@@ -123,7 +153,9 @@ if "first world" in fault and os.environ["RANK"] == "0" and once("killed"):
     os.kill(os.getpid(), signal.SIGKILL)
 train(state)
 parameters = [number for each in model.parameters() for number in each.flatten().tolist()]
-result = [state.commits, state.seen, sampler.epoch, sampler.position, *state.curve, *parameters]
+rate = optimizer.param_groups[0]["lr"]
+uses = [state.uses.min().item(), state.uses.max().item()]
+result = [state.commits, state.seen, sampler.epoch, sampler.position, rate, *uses, *state.curve, *parameters]
 os.write(1, f"end {json.dumps(result)}\\n".encode())
 '''
 
@@ -144,11 +176,21 @@ async def result_of(process: AgentProcess) -> list[float]:
     return list(found[0])
 
 
+async def processes(agent: AgentProcess, number: int, pattern: str, since: int = 0) -> set[str]:
+    """Wait until this number of an agent's workers have printed a line with their id; return the ids."""
+    found: set[str] = set()
+    while len(found) < number:
+        match = await agent.wait_for_line(pattern, since=since)
+        since = agent.lines.index(match.string, since) + 1
+        found.add(match[1])
+    return found
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The result of the program without a launcher, in one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "half").touch()
+    (folder / "after 30").touch()
     (program := folder / "program.py").write_text(PROGRAM)
 
     class Alone(AgentProcess):
@@ -170,12 +212,7 @@ async def test_the_processes_that_are_left_continue_at_the_same_step_with_the_sa
 
         async def pids(agent: AgentProcess, size: int, since: int = 0) -> set[str]:
             """Wait until both workers of an agent are in a world of this size after 30 steps; return their ids."""
-            found: set[str] = set()
-            while len(found) < 2:
-                match = await agent.wait_for_line(rf"world of {size}, rank \d, commits 30, pid (\d+)", since=since)
-                since = agent.lines.index(match.string, since) + 1
-                found.add(match[1])
-            return found
+            return await processes(agent, 2, rf"world of {size}, rank \d, commits 30, pid (\d+)", since)
 
         first = await start()
         await first.wait_for_line(r"commits 0")
@@ -195,8 +232,153 @@ async def test_the_processes_that_are_left_continue_at_the_same_step_with_the_sa
         here = len(first.lines)
         second.kill(signal.SIGTERM)
         assert await pids(first, 2, here) == before
-        (tmp_path / "half").touch()
+        (tmp_path / "after 30").touch()
         assert await result_of(first) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+
+
+POINTS = ("before the reduction", "after the reduction", "after the optimizer's step")
+"""The points in a step at which the program can kill one of its processes."""
+
+
+class Event(NamedTuple):
+    """What happens to an agent when all ranks have made a number of steps; agents are numbered as they start."""
+
+    after: int
+    agent: int
+    what: str
+    worker: int = 0
+
+    def __str__(self) -> str:
+        worker = f"worker {self.worker} " if self.what in POINTS else ""
+        return f"after {self.after} steps: agent {self.agent}: {worker}{self.what}"
+
+
+class Schedule(NamedTuple):
+    """The agents of a run and what happens to them: never do all ranks end, and never are there more than 3 agents.
+
+    Attributes:
+        workers: the number of workers of each agent, in the order in which the agents start.
+        begin: how many agents there are at the beginning.
+        events: what happens.
+        last: the number of steps after which the ranks wait for the last time, so that each event has its effect.
+    """
+
+    workers: list[int]
+    begin: int
+    events: list[Event]
+    last: int
+
+    def __str__(self) -> str:
+        begin = f"agents 0 to {self.begin - 1} begin; the numbers of workers of all agents: {self.workers}"
+        return "\n".join([begin, *map(str, self.events), f"after {self.last} steps: all ranks have met"])
+
+
+def schedule(seed: int) -> Schedule:
+    """Return 6 to 8 events that depend only on the seed."""
+    source = random.Random(seed)
+    workers = [source.randint(1, 2) for _ in range(3)]
+    present = [*range(source.randint(1, 3))]
+    begin, events = len(present), []
+    del workers[begin:]
+    *steps, last = sorted(source.sample(range(1, 60), source.randint(7, 9)))
+    for step in steps:
+        kinds = ["joins"] * (len(present) < 3) + ["leaves", "is killed"] * (len(present) > 1)
+        kinds += [source.choice(POINTS)] * (sum(workers[agent] for agent in present) > 1)
+        if (what := source.choice(kinds)) == "joins":
+            present.append(len(workers))
+            workers.append(source.randint(1, 2))
+            events.append(Event(step, present[-1], what))
+            continue
+        agent = source.choice(present)
+        events.append(Event(step, agent, what, source.randrange(workers[agent])))
+        if what not in POINTS:
+            present.remove(agent)
+    return Schedule(workers, begin, events, last)
+
+
+class ScheduledRun:
+    """The agents of a schedule, and the program's files.
+
+    Args:
+        plan: the schedule.
+        arguments: the arguments of all agents.
+        folder: the folder of the program.
+        stack: ends the agents.
+    """
+
+    def __init__(
+        self, plan: Schedule, arguments: Sequence[str | Path], folder: Path, stack: contextlib.AsyncExitStack
+    ) -> None:
+        self._plan, self._arguments, self._folder, self._stack = plan, arguments, folder, stack
+        self.present: dict[int, AgentProcess] = {}
+        self.left: list[AgentProcess] = []
+        self.all: list[AgentProcess] = []
+
+    async def start(self, number: int) -> None:
+        workers = f"--nproc-per-node={self._plan.workers[number]}"
+        agent = await self._stack.enter_async_context(AgentProcess(workers, *self._arguments))
+        self.present[number] = agent
+        self.all.append(agent)
+
+    async def all_ranks(self, step: int) -> dict[int, list[str]]:
+        """Wait until all ranks wait in one world after a number of steps; return each agent's process ids."""
+        size = sum(self._plan.workers[number] for number in self.present)
+        pattern = rf"waits after {step} steps in a world of {size}, pid (\d+)"
+        return {
+            number: sorted(await processes(agent, self._plan.workers[number], pattern))
+            for number, agent in self.present.items()
+        }
+
+    def tell(self, step: int, order: str = "") -> None:
+        """Write an order to the ranks that wait after a number of steps."""
+        (partial := self._folder / "partial").write_text(order)
+        partial.rename(self._folder / f"after {step}")
+
+    async def play(self, event: Event) -> None:
+        """Let an event happen when all ranks wait for it, and let them train on."""
+        found = await self.all_ranks(event.after)
+        if event.what == "joins":
+            self.tell(event.after, "hold")  # so that the change takes effect within a later step
+            await self.start(event.agent)
+            await processes(self.present[event.agent], self._plan.workers[event.agent], r"ready in (\d+)")
+        elif event.what == "leaves":
+            agent = self.present.pop(event.agent)
+            agent.kill(signal.SIGTERM)
+            self.left.append(agent)
+        elif event.what == "is killed":
+            self.present.pop(event.agent).kill()
+        order = f"{found[event.agent][event.worker]} {event.what}" if event.what in POINTS else ""
+        self.tell(event.after, order)
+
+
+@pytest.mark.parametrize("seed", seeds(usual=1, exhaustive=10))
+async def test_a_random_schedule_of_faults_and_changes_does_not_change_the_result(
+    seed: int, etcd: EtcdServer, program: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    steps, samples, epochs, position, rate, fewest_uses, most_uses = undisturbed[:7]
+    assert (steps, samples, epochs, position, fewest_uses, most_uses) == (60, 60 * 7, 4, 0, 1, 1)
+    assert rate == pytest.approx(0.01 * 0.9**6)
+    plan = schedule(seed)
+    run = ("--nnodes=1:3", f"--rdzv-endpoint={etcd.endpoint}", f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1")
+    conf = "--rdzv-conf=last_call_timeout=0,lease=1,crash_loop_limit=100"
+    pauses = [f"{step}" for step in (*(event.after for event in plan.events), plan.last)]
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(explained(f"{SEED_VARIABLE}={seed} repeats this schedule:\n{plan}"))
+        play = ScheduledRun(plan, (*run, conf, program, tmp_path, "none", *pauses), tmp_path, stack)
+        for number in range(plan.begin):
+            await play.start(number)
+        for event in plan.events:
+            await play.play(event)
+        await play.all_ranks(plan.last)
+        play.tell(plan.last)
+        for agent in play.present.values():
+            # Gradients are sums over the ranks, whose order depends on their number: they differ in the last digits.
+            assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+        for agent in play.left:
+            await agent.code()
+        for agent in play.all:
+            begun = [int(commits) for commits in re.findall(r"commits (\d+), pid", agent.output)]
+            assert begun == sorted(begun), f"steps were lost:\n{agent.output}"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +394,7 @@ async def test_the_processes_that_are_left_continue_at_the_same_step_with_the_sa
 async def test_a_worker_that_is_killed_costs_at_most_the_step_under_way(
     launcher: str, fault: str, again: int, program: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:
-    (tmp_path / "half").touch()
+    (tmp_path / "after 30").touch()
     flags = ("--heartbeat-timeout=5",) if "stopped" in fault else ()
     ranks = 4 if launcher == "torchelastic" else 2  # torchrun starts a new interpreter for each
     arguments = ("--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3", *flags, program, tmp_path, fault)
@@ -245,7 +427,7 @@ async def test_a_worker_that_is_killed_costs_at_most_the_step_under_way(
 async def test_faults_before_a_world_is_complete_change_no_result(
     fault: str, program: Path, tmp_path: Path, undisturbed: list[float]
 ) -> None:
-    (tmp_path / "half").touch()
+    (tmp_path / "after 30").touch()
     arguments = ("--standalone", "--nproc-per-node=4", "--max-restarts=3", program, tmp_path, fault)
     async with AgentProcess(*arguments) as agent:
         assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
@@ -260,13 +442,13 @@ async def test_the_state_outlives_a_time_with_too_few_nodes(
     async with AgentProcess(*arguments) as first:
         async with AgentProcess(*arguments) as second:
             before = await first.wait_for_line(r"world of 2, rank \d, commits (\d+), pid (\d+)")
-            await first.wait_for_line(r"waits at half")
+            await first.wait_for_line(r"waits after 30")
             second.kill()
         await first.wait_for_line(r"1 node .* of at least 2 is present")
         async with AgentProcess(*arguments) as third:
             after = await first.wait_for_line(r"world of 2, rank \d, commits 30, pid (\d+)")
             assert after[1] == before[2]
-            (tmp_path / "half").touch()
+            (tmp_path / "after 30").touch()
             assert await result_of(third) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
 
 
@@ -290,7 +472,7 @@ async def test_a_spare_node_that_stands_by_takes_the_place_of_a_lost_one_with_it
             second.kill()
             taken = await spare.wait_for_line(r"world of 2, rank (\d), commits 30, pid (\d+)")
             assert taken[2] == pid
-            (tmp_path / "half").touch()
+            (tmp_path / "after 30").touch()
             assert await result_of(spare) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
             assert "round 4: started no rank of a world of 2; rank 1 stays" in spare.output
 
@@ -501,7 +683,7 @@ async def test_a_worker_that_is_stuck_is_replaced_although_the_world_keeps_chang
             if killed[2]:
                 break
         assert killed[2] == stuck[1]
-        (tmp_path / "half").touch()
+        (tmp_path / "after 30").touch()
         assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
 
 
@@ -649,7 +831,7 @@ async def test_a_program_continues_from_its_checkpoint_in_a_world_of_another_siz
     async with AgentProcess("--nproc-per-node=2", *flags) as agent:
         await poll_until(lambda: any((tmp_path / "checkpoints").glob("checkpoint-*.json")))
         agent.kill()
-    (tmp_path / "half").touch()
+    (tmp_path / "after 30").touch()
     async with AgentProcess("--nproc-per-node=3", *flags) as agent:
         assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
     [*began] = {line.partition("commits ")[2].partition(",")[0] for line in agent.lines if "commits" in line}

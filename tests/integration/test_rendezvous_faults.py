@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import pytest
 from testbed.availability import EXHAUSTIVE
 from tests.support import etcd_kinds
 from tests.support.faults import LEASE, FaultRun, GuaranteeViolatedError, script
+from tests.support.seeds import SEED_VARIABLE, seeds
 from torchelastic.config.settings import RendezvousSettings
 from torchelastic.store import client
 
@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-SEED_VARIABLE = "TORCHELASTIC_FAULTS_SEED"
 ROUNDS = 8 if EXHAUSTIVE else 2
-
-
-def seeds() -> list[int]:
-    """Return the seed in the environment, or else two seeds, or more with TORCHELASTIC_EXHAUSTIVE."""
-    if given := os.environ.get(SEED_VARIABLE):
-        return [int(given)]
-    return list(range(1, 13 if EXHAUSTIVE else 3))
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +32,7 @@ def _scale_retries_to_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("etcd_kind", etcd_kinds.chosen())
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(usual=2, exhaustive=12))
 async def test_random_fault_scripts_keep_the_rendezvous_guarantees(
     etcd_kind: EtcdKind, seed: int, tmp_path: Path
 ) -> None:
