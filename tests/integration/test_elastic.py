@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from testbed.availability import EXHAUSTIVE
 from tests.support.agents import AgentProcess, WithoutSettings, until_gone
-from tests.support.seeds import SEED_VARIABLE, explained, seeds
+from tests.support.seeds import SEED_VARIABLE, seeds
 from tests.support.workers import poll_until
 
 if TYPE_CHECKING:
@@ -176,8 +176,8 @@ async def result_of(process: AgentProcess) -> list[float]:
     return list(found[0])
 
 
-async def processes(agent: AgentProcess, number: int, pattern: str, since: int = 0) -> set[str]:
-    """Wait until this number of an agent's workers have printed a line with their id; return the ids."""
+async def workers_that_print(pattern: str, agent: AgentProcess, number: int, since: int = 0) -> set[str]:
+    """Wait until this number of an agent's workers have printed a line with their process id; return the ids."""
     found: set[str] = set()
     while len(found) < number:
         match = await agent.wait_for_line(pattern, since=since)
@@ -212,7 +212,8 @@ async def test_the_processes_that_are_left_continue_at_the_same_step_with_the_sa
 
         async def pids(agent: AgentProcess, size: int, since: int = 0) -> set[str]:
             """Wait until both workers of an agent are in a world of this size after 30 steps; return their ids."""
-            return await processes(agent, 2, rf"world of {size}, rank \d, commits 30, pid (\d+)", since)
+            pattern = rf"world of {size}, rank \d, commits 30, pid (\d+)"
+            return await workers_that_print(pattern, agent, 2, since)
 
         first = await start()
         await first.wait_for_line(r"commits 0")
@@ -304,51 +305,57 @@ class ScheduledRun:
         arguments: the arguments of all agents.
         folder: the folder of the program.
         stack: ends the agents.
+
+    Attributes:
+        agents: the agents, in the order of their start.
+        present: the numbers of those that were not told to leave, and not killed.
     """
 
     def __init__(
         self, plan: Schedule, arguments: Sequence[str | Path], folder: Path, stack: contextlib.AsyncExitStack
     ) -> None:
         self._plan, self._arguments, self._folder, self._stack = plan, arguments, folder, stack
-        self.present: dict[int, AgentProcess] = {}
-        self.left: list[AgentProcess] = []
-        self.all: list[AgentProcess] = []
+        self.agents: list[AgentProcess] = []
+        self.present: list[int] = []
 
-    async def start(self, number: int) -> None:
-        workers = f"--nproc-per-node={self._plan.workers[number]}"
-        agent = await self._stack.enter_async_context(AgentProcess(workers, *self._arguments))
-        self.present[number] = agent
-        self.all.append(agent)
+    async def play(self) -> None:
+        """Let each event happen when all ranks wait for it, and let them train on; then to the end."""
+        for _ in range(self._plan.begin):
+            await self._start()
+        for event in self._plan.events:
+            processes = await self._all_ranks(event.after)
+            if event.what == "joins":
+                self._tell(event.after, "hold")  # so that the change takes effect within a later step
+                await self._start()
+                await self._workers(event.agent, r"ready in (\d+)")
+            elif event.what not in POINTS:
+                self.agents[event.agent].kill(signal.SIGTERM if event.what == "leaves" else signal.SIGKILL)
+                self.present.remove(event.agent)
+            dies = f"{processes[event.agent][event.worker]} {event.what}" if event.what in POINTS else ""
+            self._tell(event.after, dies)
+        await self._all_ranks(self._plan.last)
+        self._tell(self._plan.last, "")
 
-    async def all_ranks(self, step: int) -> dict[int, list[str]]:
+    async def _start(self) -> None:
+        number = len(self.agents)
+        agent = AgentProcess(f"--nproc-per-node={self._plan.workers[number]}", *self._arguments)
+        self.agents.append(await self._stack.enter_async_context(agent))
+        self.present.append(number)
+
+    async def _workers(self, number: int, pattern: str) -> list[str]:
+        """Wait until all workers of an agent have printed a line with their id; return the ids."""
+        return sorted(await workers_that_print(pattern, self.agents[number], self._plan.workers[number]))
+
+    async def _all_ranks(self, step: int) -> dict[int, list[str]]:
         """Wait until all ranks wait in one world after a number of steps; return each agent's process ids."""
         size = sum(self._plan.workers[number] for number in self.present)
         pattern = rf"waits after {step} steps in a world of {size}, pid (\d+)"
-        return {
-            number: sorted(await processes(agent, self._plan.workers[number], pattern))
-            for number, agent in self.present.items()
-        }
+        return {number: await self._workers(number, pattern) for number in self.present}
 
-    def tell(self, step: int, order: str = "") -> None:
-        """Write an order to the ranks that wait after a number of steps."""
+    def _tell(self, step: int, order: str) -> None:
+        """Write an order for the ranks that wait after a number of steps."""
         (partial := self._folder / "partial").write_text(order)
         partial.rename(self._folder / f"after {step}")
-
-    async def play(self, event: Event) -> None:
-        """Let an event happen when all ranks wait for it, and let them train on."""
-        found = await self.all_ranks(event.after)
-        if event.what == "joins":
-            self.tell(event.after, "hold")  # so that the change takes effect within a later step
-            await self.start(event.agent)
-            await processes(self.present[event.agent], self._plan.workers[event.agent], r"ready in (\d+)")
-        elif event.what == "leaves":
-            agent = self.present.pop(event.agent)
-            agent.kill(signal.SIGTERM)
-            self.left.append(agent)
-        elif event.what == "is killed":
-            self.present.pop(event.agent).kill()
-        order = f"{found[event.agent][event.worker]} {event.what}" if event.what in POINTS else ""
-        self.tell(event.after, order)
 
 
 @pytest.mark.parametrize("seed", seeds(usual=1, exhaustive=10))
@@ -363,22 +370,20 @@ async def test_a_random_schedule_of_faults_and_changes_does_not_change_the_resul
     conf = "--rdzv-conf=last_call_timeout=0,lease=1,crash_loop_limit=100"
     pauses = [f"{step}" for step in (*(event.after for event in plan.events), plan.last)]
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(explained(f"{SEED_VARIABLE}={seed} repeats this schedule:\n{plan}"))
         play = ScheduledRun(plan, (*run, conf, program, tmp_path, "none", *pauses), tmp_path, stack)
-        for number in range(plan.begin):
-            await play.start(number)
-        for event in plan.events:
-            await play.play(event)
-        await play.all_ranks(plan.last)
-        play.tell(plan.last)
-        for agent in play.present.values():
-            # Gradients are sums over the ranks, whose order depends on their number: they differ in the last digits.
-            assert await result_of(agent) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
-        for agent in play.left:
-            await agent.code()
-        for agent in play.all:
-            begun = [int(commits) for commits in re.findall(r"commits (\d+), pid", agent.output)]
-            assert begun == sorted(begun), f"steps were lost:\n{agent.output}"
+        try:
+            await play.play()
+            for number in play.present:
+                # Gradients are sums over the ranks, whose number determines the order: the last digits differ.
+                assert await result_of(play.agents[number]) == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+            for agent in play.agents:
+                await agent.code()
+                begun = [int(commits) for commits in re.findall(r"commits (\d+), pid", agent.output)]
+                assert begun == sorted(begun), "steps were lost"
+        except Exception as error:
+            outputs = (f"agent {number}:\n{agent.output}" for number, agent in enumerate(play.agents))
+            error.add_note("\n".join([f"{SEED_VARIABLE}={seed} repeats this schedule:", f"{plan}", *outputs]))
+            raise
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from testbed.availability import EXHAUSTIVE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SEED_VARIABLE: Final = "TORCHELASTIC_FAULTS_SEED"
 
@@ -19,13 +15,3 @@ def seeds(*, usual: int, exhaustive: int) -> list[int]:
     if given := os.environ.get(SEED_VARIABLE):
         return [int(given)]
     return [*range(1, 1 + (exhaustive if EXHAUSTIVE else usual))]
-
-
-@contextlib.contextmanager
-def explained(note: str) -> Iterator[None]:
-    """Add a note to an error that is raised in the block."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
