@@ -385,8 +385,9 @@ class Agent:
         )
         for worker in staying:  # a worker that has not left an earlier world has less time
             absent = RoundCallback(round, partial(self._kill_absent, worker.rank))
-            due = self._socket.asked_at(worker.rank) + self._settings.rejoin_timeout
-            asyncio.get_running_loop().call_at(due, self._events.put_nowait, absent)
+            loop = asyncio.get_running_loop()
+            asked_at = self._socket.asked_at(worker.rank) or loop.time()  # it has left, but not yet said for which one
+            loop.call_at(asked_at + self._settings.rejoin_timeout, self._events.put_nowait, absent)
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
