@@ -250,6 +250,10 @@ class CheckpointFiles:
                 self._delete(name)
             raise
 
+    def forget_failure(self) -> None:
+        """Let the next error of a write be new."""
+        self._failure = None
+
     def is_new(self, error: Exception) -> bool:
         """Remember the error of a write, and return whether the write before had no error of this kind."""
         before, self._failure = self._failure, (type(error), getattr(error, "errno", None))

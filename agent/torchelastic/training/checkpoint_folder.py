@@ -80,6 +80,7 @@ class CheckpointFolder:
             return False
         if force:
             self.wait()
+            self.files.forget_failure()  # the program may end now, without this checkpoint
         return not self.is_writing() and not self.is_written(step)
 
     def write(

@@ -129,18 +129,19 @@ def test_training_goes_on_when_checkpoints_cannot_be_written_and_each_new_cause_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = saved(tmp_path, 1)
-    causes = {2: errno.EFBIG, 3: errno.EFBIG, 4: errno.EDQUOT, 5: errno.EDQUOT, 6: None, 7: errno.EDQUOT}
+    quota = errno.EDQUOT
+    causes = {2: errno.EFBIG, 3: errno.EFBIG, 4: quota, 5: quota, 6: None, 7: quota, 8: quota}
     for step, cause in causes.items():
         before = set(tmp_path.iterdir())
         with unwritable(cause) if cause else contextlib.nullcontext():
-            assert checkpointer.save(step, state_of(step))
+            assert checkpointer.save(step, state_of(step), force=step == 8)
             checkpointer.wait()
         assert (set(tmp_path.iterdir()) == before) == bool(cause)
         assert start(tmp_path)[1] == (1 if step < 6 else 6)
     assert caplog.messages == [
         f"The checkpoint of step {step} was not written to {tmp_path}, and training continues "
         f"(this is said once until one is written): [Errno {cause}] {os.strerror(cause)}"
-        for step, cause in ((2, errno.EFBIG), (4, errno.EDQUOT), (7, errno.EDQUOT))
+        for step, cause in ((2, errno.EFBIG), (4, quota), (7, quota), (8, quota))
     ]
 
 
