@@ -106,7 +106,7 @@ def test_a_benchmark_prints_all_its_measurements(scratch: Path, benchmark: str, 
     for each in by_name.values():
         assert each["ours"]["samples"]
         if each["unit"] == "steps":
-            assert max(each["ours"]["samples"]) <= each["wanted"]["ours_at_most"], each
+            assert max(each["ours"]["samples"]) <= 1, each  # also a planned change may repeat a step of 10 ms
         if each["baseline"] is not None:
             assert len([*each["baseline"]["samples"], *each["baseline"]["never"]]) == 1
     medians = [row for row in document.get("medians (s)", ()) if row["case"].startswith("worker killed")]

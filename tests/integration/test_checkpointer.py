@@ -139,8 +139,13 @@ load()
 """
 
 
-@pytest.mark.parametrize("how", ["no space", "for a part", "for all but the manifest", "read-only"])
-@pytest.mark.parametrize("place", ["folder", "memory"])
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        *(("folder", how) for how in ("no space", "for a part", "for all but the manifest", "read-only")),
+        *(("memory", how) for how in ("no space", "for a part", "for all but the manifest")),
+    ],
+)
 def test_training_goes_on_while_a_disk_is_full_or_read_only_and_saves_afterwards(
     tmp_path: Path, place: str, how: str
 ) -> None:
@@ -150,6 +155,7 @@ def test_training_goes_on_while_a_disk_is_full_or_read_only_and_saves_afterwards
     command = [*on_disk, sys.executable, "-c", DISK, tmp_path, how]
     env = {**os.environ, "OMP_NUM_THREADS": "1", name: str(value)}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert ended.returncode == 0, ended
     folder = tmp_path / MEMORY / "checkpoints" if place == "memory" else tmp_path
     reason = "[Errno 30] Read-only file system" if how == "read-only" else "[Errno 28] No space left on device"
     unwritten = (

@@ -387,7 +387,7 @@ class Agent:
             absent = RoundCallback(round, partial(self._kill_absent, worker.rank))
             loop = asyncio.get_running_loop()
             asked_at = self._socket.asked_at(worker.rank) or loop.time()  # it has left, but not yet said for which one
-            loop.call_at(asked_at + self._settings.rejoin_timeout, self._events.put_nowait, absent)
+            loop.call_at(asked_at + self._settings.rejoin_timeout, self._put_if_absent, worker.rank, absent)
         if group.tcp_store_process is not None:
             ended = RoundCallback(round, partial(self._tcp_store_ended, group.tcp_store_process))
             group.tcp_store_process.ended.add_done_callback(lambda _: self._events.put_nowait(ended))
@@ -398,6 +398,10 @@ class Agent:
         message = f"no worker has sent a heartbeat for {timeout:g} s, but none of this node hangs"
         failed = RoundCallback(round, partial(self._round_failed, message, FailureKind.COMMUNICATION))
         asyncio.get_running_loop().call_later(REPORT_WINDOW, self._events.put_nowait, failed)
+
+    def _put_if_absent(self, rank: int, absent: RoundCallback) -> None:
+        if rank in self._socket.expected:  # an event could end the time in which this node leaves
+            self._events.put_nowait(absent)
 
     async def _kill_absent(self, rank: int) -> None:
         """Kill a worker if it has not left the world of an earlier round."""

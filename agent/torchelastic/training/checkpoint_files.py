@@ -88,7 +88,7 @@ class CheckpointFiles:
         self.folder: str = path.rstrip("/")
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._of_pod = of_pod and self.folder.rpartition("/")[2].isdecimal()
-        self._failure: tuple[type[Exception], int | None] | None = None
+        self._failure: tuple[type[Exception], int | str] | None = None
 
     def checkpoints(self) -> list[CheckpointName]:
         """Return the checkpoints that have all their manifests, each of their ranks by itself; they may be damaged.
@@ -256,7 +256,7 @@ class CheckpointFiles:
 
     def is_new(self, error: Exception) -> bool:
         """Remember the error of a write, and return whether the write before had no error of this kind."""
-        before, self._failure = self._failure, (type(error), getattr(error, "errno", None))
+        before, self._failure = self._failure, (type(error), getattr(error, "errno", None) or f"{error}")
         return self._failure != before
 
     def delete_old(self, keep: int, writer: CheckpointName, damaged: Collection[CheckpointName]) -> None:

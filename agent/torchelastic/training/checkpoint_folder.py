@@ -52,8 +52,9 @@ class CheckpointFolder:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what is written: other ranks may lack it."""
+        """Forget what is written, because other ranks may lack it, and what could not be written."""
         self._written_step = None
+        self.files.forget_failure()
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this number of steps."""

@@ -127,8 +127,9 @@ class Checkpointer:
             raise SettingsError("The state is sharded, and memory_every is for states that all ranks have alike.")
         with self._join() as ranks:
             if folder is not None and own:
+                ranks.gather(0)  # the ranks that do not see rank 0's folder have written the mark into theirs
                 sees = [each for (each,) in ranks.gather(folder.files.sees_mark(self._token, self._mark))]
-                if sees[0] and not all(sees):  # rank 0 has no mark if its disk is full or read-only
+                if any(sees) and not all(sees):  # none sees it if the shared folder is full or read-only
                     raise SettingsError(
                         f"Not all ranks see {folder.files.folder}: a sharded state needs a shared folder."
                     )
@@ -213,6 +214,7 @@ class Checkpointer:
         forced, due, writing, unwritten = map(any, zip(*ranks.gather(*own), strict=True))
         if forced:
             folder.wait()
+            folder.files.forget_failure()  # as in CheckpointFolder.begins()
         if not (unwritten and (forced or (due and not writing))):
             return False
         form, parts, contents = split(state() if callable(state) else state)
@@ -280,7 +282,6 @@ class Checkpointer:
     def _reserve_memory(self, token: int) -> None:
         """Write into the memory of this node, if no other rank does."""
         if self._memory is not None:
-            self._memory.is_writer = os.environ.get("LOCAL_RANK", "0") == "0"  # if no rank can write at present
             with _unless_unwritable(self._memory):
                 self._memory.is_writer = self._memory.files.reserve(token, b"")
             if self._rank == 0:
