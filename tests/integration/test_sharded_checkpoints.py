@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.integration
 
 PROGRAM = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -67,6 +68,11 @@ model, _ = trained(0)
 fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 folder = f"{sys.argv[1]}/{rank}" if "apart" in sys.argv else sys.argv[1]
+if "unwritable" in sys.argv:  # the folder of rank 0; each rank stands for a node
+    os.environ["LOCAL_RANK"] = "0"
+    os.makedirs(sys.argv[1], exist_ok=True)
+    if rank == 0:
+        open(folder, "x").close()
 state = torchelastic.TorchState(
     model=model,
     optimizer=optimizer,
@@ -197,11 +203,14 @@ async def test_each_layout_can_be_loaded_into_another_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("argument", "refusal"),
+    ("arguments", "refusal"),
     [
-        ("apart", "a sharded state needs a shared folder"),
-        ("memory", "The state is sharded, and memory_every is for states that all ranks have alike."),
+        (("apart",), "a sharded state needs a shared folder"),
+        (("apart", "unwritable"), "a sharded state needs a shared folder"),
+        (("memory",), "The state is sharded, and memory_every is for states that all ranks have alike."),
     ],
 )
-async def test_a_sharded_state_that_could_not_be_loaded_is_refused(argument: str, refusal: str, tmp_path: Path) -> None:
-    assert refusal in await run(tmp_path, 2, 3, argument, code=1)
+async def test_a_sharded_state_that_could_not_be_loaded_is_refused(
+    arguments: tuple[str, ...], refusal: str, tmp_path: Path
+) -> None:
+    assert refusal in await run(tmp_path, 2, 3, *arguments, code=1)
