@@ -160,7 +160,7 @@ def test_training_goes_on_while_a_disk_is_full_or_read_only_and_saves_afterwards
     reason = "[Errno 30] Read-only file system" if how == "read-only" else "[Errno 28] No space left on device"
     unwritten = (
         f"The checkpoint of step {{}} was not written to {folder}, and training continues "
-        f"(this is said once until one is written): {reason}"
+        f"(the same warning is not repeated at each checkpoint): {reason}"
     )
     # The token's file is empty in memory, and fits into any disk.
     reserves = how != "read-only" and (place == "memory" or how != "no space")

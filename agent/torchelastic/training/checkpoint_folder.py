@@ -113,7 +113,7 @@ class CheckpointFolder:
             except Exception as error:  # noqa: BLE001 - each file system of fsspec has its own
                 message = (
                     "The checkpoint of step %d was not written to %s, and training continues "
-                    "(this is said once until one is written): %s"
+                    "(the same warning is not repeated at each checkpoint): %s"
                 )
                 if self.files.is_new(error):
                     logger.warning(message, name.step, name.folder, error)

@@ -140,7 +140,7 @@ def test_training_goes_on_when_checkpoints_cannot_be_written_and_each_new_cause_
         assert start(tmp_path)[1] == (1 if step < 6 else 6)
     assert caplog.messages == [
         f"The checkpoint of step {step} was not written to {tmp_path}, and training continues "
-        f"(this is said once until one is written): [Errno {cause}] {os.strerror(cause)}"
+        f"(the same warning is not repeated at each checkpoint): [Errno {cause}] {os.strerror(cause)}"
         for step, cause in ((2, errno.EFBIG), (4, quota), (7, quota), (8, quota))
     ]
 
